@@ -1,0 +1,117 @@
+"""Step-time models: how many seconds a plan takes, without a model."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from cbresearch.plan import Plan
+from cbresearch.trace import Trace
+
+
+class CostModel(Protocol):
+    """Something that predicts a step's duration in seconds."""
+
+    def __call__(self, plan: Plan) -> float:
+        """Return the seconds that the plan takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A step time that is linear in its tokens: seconds = step + token * tokens + context * context tokens.
+
+    Tokens count every row that is computed, padding included. Context tokens are the rows' context
+    lengths summed, each query's own token included: the KV entries that attention reads.
+
+    Attributes:
+        step: Seconds of a step, whatever is in it (weights are read, kernels are launched).
+        token: Seconds per token computed.
+        context: Seconds per context token attended.
+
+    Raises:
+        ValueError: A coefficient is negative or not finite, or all are 0.
+    """
+
+    step: float
+    token: float = 0.0
+    context: float = 0.0
+
+    def __post_init__(self) -> None:
+        values = (self.step, self.token, self.context)
+        if any(not math.isfinite(value) or value < 0 for value in values) or not any(values):
+            raise ValueError(f"the linear cost is {values}; give finite seconds, none negative and not all 0")
+
+    def __call__(self, plan: Plan) -> float:
+        """Return the seconds that the plan takes."""
+        seconds = self.step + self.token * plan.num_tokens
+        return seconds + self.context * plan.num_context_tokens if self.context else seconds
+
+    @classmethod
+    def parse(cls, text: str) -> "Linear":
+        """Read `linear:T0,T_TOKEN,T_CONTEXT`, in seconds; trailing terms may be left out.
+
+        Raises:
+            ValueError: The text is something else.
+        """
+        kind, _, numbers = text.partition(":")
+        try:
+            values = [float(number) for number in numbers.split(",")]
+        except ValueError:
+            values = []
+        if kind != "linear" or not 1 <= len(values) <= 3:
+            raise ValueError(f"cost {text!r} is not known; write linear:T0,T_TOKEN,T_CONTEXT, in seconds")
+        return cls(*values)
+
+    @classmethod
+    def fit(cls, *traces: Trace, context: bool = False) -> "Linear":
+        """Fit the coefficients to the measured steps of real runs by non-negative least squares.
+
+        Each step's relative error counts alike, since the long prefill steps would drown the others.
+
+        Args:
+            traces: The runs.
+            context: Fit a term for context tokens too.
+
+        Raises:
+            ValueError: There are fewer steps than coefficients.
+        """
+        steps = [record for trace in traces for record in trace.steps]
+        columns = [[1.0, record.plan.num_tokens, record.plan.num_context_tokens][: 3 if context else 2] for record in steps]
+        if len(steps) < (3 if context else 2):
+            raise ValueError(f"{len(steps)} steps are too few to fit a step time")
+        seconds = np.array([record.duration for record in steps])
+        return cls(*_non_negative_least_squares(np.array(columns) / seconds[:, None], np.ones(len(steps))))
+
+
+class Recorded:
+    """Replay the step durations of an earlier run, in order.
+
+    Args:
+        durations: Seconds of each step.
+    """
+
+    def __init__(self, durations: Iterable[float]) -> None:
+        self.durations = tuple(durations)
+
+    def __call__(self, plan: Plan) -> float:
+        """Return the recorded seconds of the plan's step.
+
+        Raises:
+            ValueError: The recorded run had fewer steps.
+        """
+        if plan.step >= len(self.durations):
+            raise ValueError(f"step {plan.step} was never recorded; the run had {len(self.durations)} steps")
+        return self.durations[plan.step]
+
+
+def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> list[float]:
+    """Solve by dropping, one at a time, the column whose coefficient is most negative."""
+    active = list(range(matrix.shape[1]))
+    while active:
+        solution, *_ = np.linalg.lstsq(matrix[:, active], target, rcond=None)
+        if solution.min() >= 0:
+            return [float(solution[active.index(column)]) if column in active else 0.0 for column in range(matrix.shape[1])]
+        del active[int(solution.argmin())]
+    raise ValueError("no non-negative step time fits these steps")

@@ -1,0 +1,117 @@
+"""The immutable messages between scheduler and executor: what to compute, and what came of it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cbresearch.request import Request
+
+
+class Admission(NamedTuple):
+    """A request that takes a seat in this step.
+
+    Attributes:
+        request: The request.
+        seat: Its row in the batch until it leaves.
+        output_token_ids: Tokens that it generated before a preemption; empty the first time.
+    """
+
+    request: Request
+    seat: int
+    output_token_ids: tuple[int, ...]
+
+
+class Scheduled(NamedTuple):
+    """One request's part of a step.
+
+    Attributes:
+        request_id: Whose tokens.
+        seat: Its row in the batch.
+        start: Tokens of the request whose KV was computed before this step.
+        num_tokens: Tokens to compute in this step, at positions `start` to `start + num_tokens - 1`.
+        is_prefill: Whether known tokens are computed; otherwise the newest token, to decode the next.
+        samples: Whether the last of these tokens yields a new token.
+        new_block_ids: Physical blocks to append to the request's block table before the step.
+    """
+
+    request_id: str
+    seat: int
+    start: int
+    num_tokens: int
+    is_prefill: bool
+    samples: bool
+    new_block_ids: tuple[int, ...]
+
+    @property
+    def context_length(self) -> int:
+        """Return the tokens that the last query of this step attends to, itself included."""
+        return self.start + self.num_tokens
+
+
+class Padding(NamedTuple):
+    """The row of a finished request that a static batch goes on computing for nothing.
+
+    Attributes:
+        request_id: Who left the row behind.
+        seat: The row.
+        context_length: Tokens that the row attends to; its last position is computed again.
+    """
+
+    request_id: str
+    seat: int
+    context_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one step computes.
+
+    Attributes:
+        step: Index of the step, from 0.
+        scheduled: Whom it serves, in the policy's order.
+        admitted: Who takes a seat before it.
+        preempted: Ids of requests that lost their seat before it.
+        padding: Rows computed for nothing.
+    """
+
+    step: int
+    scheduled: tuple[Scheduled, ...]
+    admitted: tuple[Admission, ...] = ()
+    preempted: tuple[str, ...] = ()
+    padding: tuple[Padding, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the tokens computed in the step, padding included."""
+        return sum(entry.num_tokens for entry in self.scheduled) + len(self.padding)
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Return the prompt tokens (and, after a preemption, output tokens) computed in the step."""
+        return sum(entry.num_tokens for entry in self.scheduled if entry.is_prefill)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Return the decoding requests in the step, one token each."""
+        return sum(not entry.is_prefill for entry in self.scheduled)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Return the context lengths summed over all rows: the KV entries that attention reads."""
+        useful = sum(entry.start + entry.num_tokens for entry in self.scheduled)
+        return useful + sum(row.context_length for row in self.padding)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came of a plan.
+
+    Attributes:
+        duration: Seconds that the step took.
+        tokens: New token id by request id, for every entry of the plan that samples.
+        stopped: Ids of requests whose new token ends their output (end of sequence).
+    """
+
+    duration: float
+    tokens: Mapping[str, int]
+    stopped: frozenset[str] = frozenset()

@@ -1,0 +1,83 @@
+"""Scheduling policies: build one by name with `get`, add your own with `register`."""
+
+import difflib
+import inspect
+from ast import literal_eval
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from cbresearch.policies.base import Policy, Proposal, View, whole
+from cbresearch.policies.batching import PrefillFirst, Static
+from cbresearch.policies.size import ShortestJobFirst
+
+__all__ = ["Policy", "PrefillFirst", "Proposal", "ShortestJobFirst", "Static", "View", "available", "get", "register", "whole"]
+
+PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
+
+# The one registry of the package: a notebook cell adds to it, and every entry point looks names up in it.
+_REGISTRY: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Policy, Static, PrefillFirst, ShortestJobFirst)
+}
+
+
+def register(policy: PolicyClass) -> PolicyClass:
+    """Make a policy class known under its `name`; usable as a decorator.
+
+    Raises:
+        ValueError: The class has no name of its own, or another class holds that name.
+    """
+    if "name" not in vars(policy) or not policy.name:
+        raise ValueError(f"{policy.__name__} has no `name` of its own; set one so that it can be asked for")
+    known = _REGISTRY.get(policy.name)
+    # A notebook cell that is run again defines the class again: the same qualified name may replace itself.
+    if known is not None and (known.__module__, known.__qualname__) != (policy.__module__, policy.__qualname__):
+        raise ValueError(f"policy name {policy.name!r} belongs to {known.__name__}; choose another")
+    _REGISTRY[policy.name] = policy
+    return policy
+
+
+def available() -> Mapping[str, str]:
+    """Return the known policy names, each with the one-line rule from its docstring."""
+    return {name: (inspect.getdoc(policy) or "").partition("\n")[0] for name, policy in sorted(_REGISTRY.items())}
+
+
+def get(name: str) -> Policy:
+    """Build a policy from its name, such as `"sjf"` or `"static:release"` or `"past_future:reserved=0.05"`.
+
+    Options follow the name after a colon, separated by commas; one without a value means True.
+
+    Raises:
+        ValueError: The name or an option is unknown; near misses are suggested.
+    """
+    base, _, options = name.partition(":")
+    policy = _REGISTRY.get(base)
+    if policy is None:
+        raise ValueError(f"unknown policy {base!r}; {suggestion(base, _REGISTRY)}")
+    known = _options(policy)
+    arguments = dict(_option(part) for part in options.split(",") if part)
+    for option in arguments:
+        if option not in known:
+            raise ValueError(f"policy {base!r} has no option {option!r}; {suggestion(option, known)}")
+    return policy(**arguments)
+
+
+def suggestion(name: str, known: Mapping[str, Any]) -> str:
+    """Return a sentence that names the near misses of `name`, or all that is known."""
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    if near:
+        return f"did you mean {' or '.join(repr(match) for match in near)}?"
+    return f"there is {', '.join(repr(match) for match in sorted(known))}" if known else "it has none"
+
+
+def _options(policy: Callable[..., Policy]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(policy).parameters
+
+
+def _option(part: str) -> tuple[str, Any]:
+    key, separator, text = part.partition("=")
+    if not separator:
+        return key, True
+    try:
+        return key, literal_eval(text)
+    except (ValueError, SyntaxError):
+        return key, text

@@ -1,0 +1,89 @@
+"""The policy hook: a policy only decides; the scheduler alone clips, allocates, preempts and counts."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from cbresearch.request import RequestState
+
+
+class View(Protocol):
+    """What a policy may read. Values are live: they change as the scheduler takes up proposals."""
+
+    @property
+    def now(self) -> float:
+        """Seconds since the start of the run."""
+
+    @property
+    def waiting(self) -> Iterable[RequestState]:
+        """Requests without a seat: preempted ones first, then by arrival."""
+
+    @property
+    def running(self) -> Sequence[RequestState]:
+        """Unfinished requests with a seat, in the order of admission."""
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens that this step can still take."""
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens that a step can take at most."""
+
+    @property
+    def num_free_seats(self) -> int:
+        """Seats that nobody holds."""
+
+    @property
+    def max_num_seqs(self) -> int:
+        """All seats."""
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks of the KV pool that nobody holds."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+
+
+Proposal = tuple[RequestState, int]
+
+
+class Policy:
+    """First come, first served, with chunked prefill and decodes mixed under one token budget.
+
+    Orca's iteration-level scheduling (OSDI'22) with Sarathi's chunked prefills (OSDI'24), in the order of
+    vLLM v1: whoever runs goes on, then the queue's head joins while seats, budget and blocks last.
+    A subclass overrides one method or two.
+    """
+
+    name = "fcfs"
+    keeps_seats = False
+    """Whether a finished request's row stays in the batch until all rows are finished."""
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Yield whom to serve and how many tokens each wants, best first.
+
+        The scheduler clips each proposal to what fits, and skips what does not. A generator sees the
+        effect of a proposal when it resumes.
+        """
+        for request in view.running:
+            yield request, request.num_tokens - request.num_computed_tokens
+        for request in view.waiting:
+            yield request, request.num_tokens - request.num_computed_tokens
+
+    def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
+        """Choose whom to preempt when blocks run out, among the running requests in admission order.
+
+        The latest comer goes: the oldest request then always advances, so every run ends.
+        """
+        return candidates[-1]
+
+    def served(self, request: RequestState, num_tokens: int) -> None:
+        """Take note that a request was served `num_tokens` tokens in the step just done."""
+
+
+def whole(requests: Iterable[RequestState]) -> Iterator[Proposal]:
+    """Propose each request with everything that it has pending."""
+    for request in requests:
+        yield request, request.num_pending_tokens

@@ -1,0 +1,48 @@
+"""Batching disciplines: when requests may join a batch and which phase goes first."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from cbresearch.policies.base import Policy, Proposal, View, whole
+from cbresearch.request import RequestState
+
+
+class Static(Policy):
+    """Request-level batching, as in FasterTransformer or `generate` on a padded batch.
+
+    The seats are filled only when all are empty. All prompts are computed before anyone decodes, and a
+    finished request keeps its seat, its blocks and its row until the longest request is done.
+
+    Args:
+        release: Let finished rows leave at once; still nobody joins.
+    """
+
+    name = "static"
+
+    def __init__(self, release: bool = False) -> None:
+        self.keeps_seats = not release
+        self._joining: list[RequestState] = []
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Compute the prompts of a batch that is being filled; decode once it is closed."""
+        if not view.running:
+            self._joining = list(islice(view.waiting, view.max_num_seqs))
+        yield from whole([request for request in view.running if request.is_prefill])
+        yield from whole([request for request in self._joining if request.seat is None])
+        # Resumed with budget left: whoever is still outside did not fit the pool, so the batch is closed.
+        self._joining = []
+        if view.token_budget == view.max_num_batched_tokens:
+            yield from whole(view.running)
+
+
+class PrefillFirst(Policy):
+    """Prompts before decodes, never both in one step, as in vLLM v0 (SOSP'23)."""
+
+    name = "prefill_first"
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose prompts; decodes only if no prompt could be served."""
+        yield from whole([request for request in view.running if request.is_prefill])
+        yield from whole(view.waiting)
+        if view.token_budget == view.max_num_batched_tokens:
+            yield from whole(view.running)

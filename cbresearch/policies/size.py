@@ -1,0 +1,19 @@
+"""Size-based orders: who is expected to be done soonest."""
+
+from collections.abc import Iterator
+
+from cbresearch.policies.base import Policy, Proposal, View, whole
+
+
+class ShortestJobFirst(Policy):
+    """Admit the request with the shortest predicted output first, without preempting for it (SSJF, 2024).
+
+    Without a prediction, `max_tokens` stands in.
+    """
+
+    name = "sjf"
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose whoever runs, then the queue from short to long."""
+        yield from whole(view.running)
+        yield from whole(sorted(view.waiting, key=lambda request: (request.predicted_remaining, request.order)))

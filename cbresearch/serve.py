@@ -1,0 +1,114 @@
+"""The one loop: arrivals, clock, steps, finish."""
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from cbresearch.plan import Plan, StepResult
+from cbresearch.request import Refusal, Request, RequestState
+from cbresearch.scheduler import Scheduler
+from cbresearch.trace import RequestRecord, StepRecord, Trace
+
+
+class Executor(Protocol):
+    """Something that carries out plans: a model, or a model of its cost."""
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that this executor can never serve.
+
+        Raises:
+            ValueError: What is wrong, and the remedy.
+        """
+
+    def execute(self, plan: Plan) -> StepResult:
+        """Carry out one step."""
+
+
+def serve(
+    requests: Iterable[Request | Refusal],
+    scheduler: Scheduler,
+    executor: Executor,
+    *,
+    on_step: Callable[[StepRecord], object] | None = None,
+) -> Trace:
+    """Serve requests until all are finished.
+
+    The clock is virtual with either executor: it advances by each step's duration, and jumps to the next
+    arrival when there is nothing to do. So a run of a real model can be replayed by the simulator.
+
+    Args:
+        requests: Who comes; a `Refusal` only keeps its place in the results.
+        scheduler: A scheduler that has served nobody yet.
+        executor: Who carries out the plans.
+        on_step: Called with each step's record, for a progress bar.
+
+    Returns:
+        The trace. A request that cannot be served is in it with its error; the others are served.
+    """
+    given = list(requests)
+    refused: dict[int, str] = {}
+    arrivals = [(place, request) for place, request in enumerate(given) if isinstance(request, Request)]
+    arrivals.sort(key=lambda pair: pair[1].arrival)
+    arrivals.reverse()
+    states: dict[int, RequestState] = {}
+    steps: list[StepRecord] = []
+    now = 0.0
+    while arrivals or scheduler.has_work:
+        if not scheduler.has_work:
+            now = max(now, arrivals[-1][1].arrival)
+        while arrivals and arrivals[-1][1].arrival <= now:
+            place, request = arrivals.pop()
+            try:
+                executor.check(request)
+                states[place] = scheduler.submit(request)
+            except ValueError as error:
+                refused[place] = str(error)
+        if not scheduler.has_work:
+            continue
+        plan = scheduler.schedule(now)
+        result = executor.execute(plan)
+        start, now = now, now + result.duration
+        committed = scheduler.commit(plan, result, now)
+        steps.append(
+            StepRecord(
+                start,
+                result.duration,
+                plan,
+                tuple(state.id for state in committed.finished),
+                committed.num_running,
+                committed.num_waiting,
+                committed.num_held_blocks,
+                committed.num_held_tokens,
+            )
+        )
+        if on_step is not None:
+            on_step(steps[-1])
+    return Trace(
+        policy=scheduler.policy.name,
+        scheduler=scheduler.config,
+        cache=scheduler.blocks.config,
+        steps=tuple(steps),
+        requests=tuple(
+            _record(request, states.get(place), refused.get(place)) for place, request in enumerate(given)
+        ),
+    )
+
+
+def _record(request: Request | Refusal, state: RequestState | None, error: str | None) -> RequestRecord:
+    if isinstance(request, Refusal):
+        return RequestRecord(request.id, request.arrival, error=request.error)
+    if state is None:
+        length = None if isinstance(request.prompt, str) else request.num_prompt_tokens
+        return RequestRecord(request.id, request.arrival, length, request.max_tokens, request.client, error=error)
+    return RequestRecord(
+        id=request.id,
+        arrival=request.arrival,
+        num_prompt_tokens=state.num_prompt_tokens,
+        max_tokens=request.max_tokens,
+        client=request.client,
+        first_scheduled=state.first_scheduled,
+        tokens=tuple(state.output_token_ids),
+        token_times=tuple(state.token_times),
+        finish_reason=state.finish_reason,
+        num_preemptions=state.num_preemptions,
+        num_recomputed_tokens=state.num_recomputed_tokens,
+    )

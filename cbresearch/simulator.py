@@ -1,0 +1,113 @@
+"""Serve requests without a model: a cost model says how long each step takes."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from cbresearch import policies
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.costs import CostModel, Linear, Recorded
+from cbresearch.plan import Plan, StepResult
+from cbresearch.policies import Policy
+from cbresearch.request import Refusal, Request
+from cbresearch.scheduler import Scheduler
+from cbresearch.serve import serve
+from cbresearch.trace import StepRecord, Trace
+
+UNIT_STEP = Linear(step=1.0)
+"""One second a step, whatever is in it."""
+
+
+class CostExecutor:
+    """Carry out plans by cost alone.
+
+    A request ends after its `output_length`, or after `max_tokens` where that is None. The tokens are
+    those given for it, or zeros.
+
+    Args:
+        cost: The step time.
+        outputs: Output token ids by request id, from an earlier run.
+    """
+
+    def __init__(self, cost: CostModel, outputs: Mapping[str, Sequence[int]] | None = None) -> None:
+        self.cost = cost
+        self._outputs = outputs or {}
+        self._lengths: dict[str, int | None] = {}
+        self._num_sampled: dict[str, int] = {}
+
+    def check(self, request: Request) -> None:
+        """Accept every request: a length is enough here."""
+
+    def execute(self, plan: Plan) -> StepResult:
+        """Return the step's predicted duration and a token for each entry that samples."""
+        lengths, num_sampled = self._lengths, self._num_sampled
+        for admission in plan.admitted:
+            request_id = admission.request.id
+            lengths[request_id] = admission.request.output_length
+            num_sampled[request_id] = len(admission.output_token_ids)
+        tokens, stopped = {}, []
+        for entry in plan.scheduled:
+            if not entry.samples:
+                continue
+            request_id = entry.request_id
+            place = num_sampled[request_id]
+            num_sampled[request_id] = place + 1
+            known = self._outputs.get(request_id)
+            tokens[request_id] = known[place] if known is not None else 0
+            if place + 1 == lengths[request_id]:
+                stopped.append(request_id)
+        return StepResult(self.cost(plan), tokens, frozenset(stopped))
+
+
+def simulate(
+    requests: Iterable[Request | Refusal],
+    policy: str | Policy = "fcfs",
+    *,
+    cost: CostModel = UNIT_STEP,
+    scheduler: SchedulerConfig | None = None,
+    cache: CacheConfig | None = None,
+    on_step: Callable[[StepRecord], object] | None = None,
+) -> Trace:
+    """Serve requests in the simulator, step by step.
+
+    Args:
+        requests: Who comes; a prompt may be a mere length.
+        policy: A policy or its name.
+        cost: The step time; one second a step by default, so that seconds count steps.
+        scheduler: The limits of a step.
+        cache: The KV pool; by default one in which memory never runs out.
+        on_step: Called with each step's record.
+    """
+    requests = list(requests)
+    scheduler = scheduler or SchedulerConfig()
+    if cache is None:
+        cache = CacheConfig(num_blocks=max(1, sum(_num_blocks(request) for request in requests)))
+    if isinstance(policy, str):
+        name, policy = policy, policies.get(policy)
+    else:
+        name = policy.name
+    trace = serve(requests, Scheduler(policy, scheduler, cache), CostExecutor(cost), on_step=on_step)
+    return replace(trace, policy=name)
+
+
+def replay(trace: Trace, requests: Iterable[Request | Refusal], policy: str | Policy) -> Trace:
+    """Serve the requests of a recorded run again in the simulator, with the durations that it recorded.
+
+    The plans come out equal, step for step (`trace.steps[k].plan`), if nothing that schedules depends on
+    the model except how long a step takes and where each output ends.
+    """
+    recorded = {record.id: record for record in trace.served}
+    again = [
+        replace(request, output_length=len(recorded[request.id].tokens))
+        if isinstance(request, Request) and request.id in recorded
+        else request
+        for request in requests
+    ]
+    policy = policies.get(policy) if isinstance(policy, str) else policy
+    executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs)
+    return replace(serve(again, Scheduler(policy, trace.scheduler, trace.cache), executor), policy=trace.policy)
+
+
+def _num_blocks(request: Request | Refusal, block_size: int = 16) -> int:
+    if isinstance(request, Refusal) or isinstance(request.prompt, str):
+        return 0
+    return -(-(request.num_prompt_tokens + request.max_tokens) // block_size)
