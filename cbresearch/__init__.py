@@ -1,4 +1,4 @@
-"""Continuous batching, taken apart: one scheduler and one block manager drive a real model and a simulator."""
+"""Continuous batching: one scheduler and one block manager drive a real model and a simulator."""
 
 from importlib import import_module
 from typing import Any
@@ -21,12 +21,12 @@ _EXPORTS = {
     "Trace": "trace",
 }
 
-__all__ = sorted(_EXPORTS)
+__all__ = list(_EXPORTS)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import an exported name when it is first asked for, so that a simulation never loads a model library."""
+    """Import an exported name when it is first asked for: a simulation never loads a model library."""
     if name not in _EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)

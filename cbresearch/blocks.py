@@ -81,7 +81,9 @@ class BlockManager:
         """
         table = self._tables.pop(request_id, None)
         if table is None:
-            raise ValueError(f"request {request_id!r} holds no blocks; it was never allocated or already freed")
+            raise ValueError(
+                f"request {request_id!r} holds no blocks; it was never allocated or already freed"
+            )
         for block in reversed(table):
             self._release(block)
 

@@ -91,7 +91,9 @@ class ModelShape:
     def __post_init__(self) -> None:
         _require_positive("ModelShape", **{name: getattr(self, name) for name in self.__slots__})
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"ModelShape: {self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads")
+            raise ValueError(
+                f"ModelShape: {self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads"
+            )
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, num_parameters: int, dtype_bytes: int) -> "ModelShape":

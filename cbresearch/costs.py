@@ -78,7 +78,10 @@ class Linear:
             ValueError: There are fewer steps than coefficients.
         """
         steps = [record for trace in traces for record in trace.steps]
-        columns = [[1.0, record.plan.num_tokens, record.plan.num_context_tokens][: 3 if context else 2] for record in steps]
+        columns = [
+            [1.0, record.plan.num_tokens, record.plan.num_context_tokens][: 3 if context else 2]
+            for record in steps
+        ]
         if len(steps) < (3 if context else 2):
             raise ValueError(f"{len(steps)} steps are too few to fit a step time")
         seconds = np.array([record.duration for record in steps])
@@ -112,6 +115,9 @@ def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> list[
     while active:
         solution, *_ = np.linalg.lstsq(matrix[:, active], target, rcond=None)
         if solution.min() >= 0:
-            return [float(solution[active.index(column)]) if column in active else 0.0 for column in range(matrix.shape[1])]
+            return [
+                float(solution[active.index(column)]) if column in active else 0.0
+                for column in range(matrix.shape[1])
+            ]
         del active[int(solution.argmin())]
     raise ValueError("no non-negative step time fits these steps")

@@ -77,7 +77,7 @@ class Request:
             return self.prompt
         if isinstance(self.prompt, str):
             raise ValueError(
-                f"request {self.id!r}: its prompt is text; turn it into token ids first (workloads.resolve_prompts)"
+                f"request {self.id!r}: its prompt is text; make it token ids first (workloads.resolve_prompts)"
             )
         return len(self.prompt)
 
@@ -181,8 +181,8 @@ class RequestState:
 
     def __repr__(self) -> str:
         return (
-            f"RequestState({self.id!r}, {self.status.value}, computed {self.num_computed_tokens} of {self.num_tokens}, "
-            f"{self.num_output_tokens} generated)"
+            f"RequestState({self.id!r}, {self.status.value}, computed {self.num_computed_tokens} of "
+            f"{self.num_tokens}, {self.num_output_tokens} generated)"
         )
 
 
@@ -191,7 +191,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _check_seconds(request_id: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value < 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise ValueError(
             f"request {request_id!r}: {name} is {value!r}; it must be a finite number of seconds, 0 or more"
         )

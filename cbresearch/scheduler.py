@@ -82,19 +82,21 @@ class Scheduler:
         if request.id in self._states:
             raise ValueError(f"request {request.id!r}: the id is taken; give each request an id of its own")
         num_tokens = request.num_prompt_tokens + request.max_tokens
+        asked = (
+            f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens}"
+        )
         limit = self.config.max_model_len
         if limit is not None and num_tokens > limit:
             raise ValueError(
-                f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens} "
-                f"= {num_tokens} tokens, over the model's length of {limit}; shorten the prompt or lower max_tokens"
+                f"{asked} = {num_tokens} tokens, over the model's length of {limit}; "
+                "shorten the prompt or lower max_tokens"
             )
         # The last token is never fed back, so it needs no KV.
         needed = self.blocks.blocks_for(num_tokens - 1)
         if needed > self.blocks.num_blocks:
             cache = self.blocks.config
             raise ValueError(
-                f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens} needs "
-                f"KV for {num_tokens - 1} tokens = {needed} blocks of {cache.block_size}, but the pool has "
+                f"{asked} needs KV for {num_tokens - 1} tokens = {needed} blocks of {cache.block_size}, but the pool has "
                 f"{cache.num_blocks} ({cache.num_tokens} tokens); raise num_blocks or lower max_tokens"
             )
         state = RequestState(request, self.num_submitted)
@@ -261,7 +263,9 @@ class Scheduler:
     def _preempt(self, state: RequestState) -> None:
         """Take a request's seat and blocks, and its part of this step if it has one already."""
         if state.status is not RequestStatus.RUNNING:
-            raise ValueError(f"policy {self.policy.name!r} chose {state} as victim; choose one of the candidates")
+            raise ValueError(
+                f"policy {self.policy.name!r} chose {state} as victim; choose one of the candidates"
+            )
         draft = self._plan
         draft.closed = True
         entry = draft.scheduled.pop(state.id, None)
@@ -315,8 +319,8 @@ class Scheduler:
         first = next(iter(self._running or self._waiting.values()))
         return (
             f"policy {self.policy.name!r} left step {self._step} without work: {len(self._running)} running, "
-            f"{len(self._waiting)} waiting, {len(self._free_seats)} of {self.config.max_num_seqs} seats free, "
-            f"{self.blocks.num_free_blocks} of {self.blocks.num_blocks} blocks free, token budget "
+            f"{len(self._waiting)} waiting, {len(self._free_seats)} of {self.config.max_num_seqs} seats "
+            f"free, {self.blocks.num_free_blocks} of {self.blocks.num_blocks} blocks free, token budget "
             f"{self.config.max_num_batched_tokens}; first in line is {first}. Its `propose` must yield every "
             f"request that it may serve, and go on after one that does not fit"
         )

@@ -98,7 +98,9 @@ def _record(request: Request | Refusal, state: RequestState | None, error: str |
         return RequestRecord(request.id, request.arrival, error=request.error)
     if state is None:
         length = None if isinstance(request.prompt, str) else request.num_prompt_tokens
-        return RequestRecord(request.id, request.arrival, length, request.max_tokens, request.client, error=error)
+        return RequestRecord(
+            request.id, request.arrival, length, request.max_tokens, request.client, error=error
+        )
     return RequestRecord(
         id=request.id,
         arrival=request.arrival,

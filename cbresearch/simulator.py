@@ -104,7 +104,9 @@ def replay(trace: Trace, requests: Iterable[Request | Refusal], policy: str | Po
     ]
     policy = policies.get(policy) if isinstance(policy, str) else policy
     executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs)
-    return replace(serve(again, Scheduler(policy, trace.scheduler, trace.cache), executor), policy=trace.policy)
+    return replace(
+        serve(again, Scheduler(policy, trace.scheduler, trace.cache), executor), policy=trace.policy
+    )
 
 
 def _num_blocks(request: Request | Refusal, block_size: int = 16) -> int:

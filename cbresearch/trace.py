@@ -1,4 +1,4 @@
-"""What happened in a run: one record a step, one a request. Metrics, figures and reports read nothing else."""
+"""What happened in a run, a record a step and one a request: all that metrics, figures and reports read."""
 
 import csv
 import json
@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -133,7 +134,7 @@ class RequestRecord:
     def itl(self) -> tuple[float, ...]:
         """Return the gaps between consecutive output tokens in seconds."""
         times = self.token_times
-        return tuple(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+        return tuple(later - earlier for earlier, later in pairwise(times))
 
     def row(self) -> dict[str, Any]:
         """Return the request as one flat row; units are in the names."""
@@ -268,7 +269,9 @@ class Trace:
                 ("waiting requests", record.num_waiting),
                 ("held KV blocks", record.num_held_blocks),
             ):
-                events.append({"ph": "C", "pid": 0, "name": name, "ts": record.start * 1e6, "args": {"n": value}})
+                events.append(
+                    {"ph": "C", "pid": 0, "name": name, "ts": record.start * 1e6, "args": {"n": value}}
+                )
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"policy": self.policy}}
 
     def to_json(self) -> dict[str, Any]:

@@ -10,7 +10,18 @@ from cbresearch.policies.base import Policy, Proposal, View, whole
 from cbresearch.policies.batching import PrefillFirst, Static
 from cbresearch.policies.size import ShortestJobFirst
 
-__all__ = ["Policy", "PrefillFirst", "Proposal", "ShortestJobFirst", "Static", "View", "available", "get", "register", "whole"]
+__all__ = [
+    "Policy",
+    "PrefillFirst",
+    "Proposal",
+    "ShortestJobFirst",
+    "Static",
+    "View",
+    "available",
+    "get",
+    "register",
+    "whole",
+]
 
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
@@ -30,7 +41,10 @@ def register(policy: PolicyClass) -> PolicyClass:
         raise ValueError(f"{policy.__name__} has no `name` of its own; set one so that it can be asked for")
     known = _REGISTRY.get(policy.name)
     # A notebook cell that is run again defines the class again: the same qualified name may replace itself.
-    if known is not None and (known.__module__, known.__qualname__) != (policy.__module__, policy.__qualname__):
+    if known is not None and (known.__module__, known.__qualname__) != (
+        policy.__module__,
+        policy.__qualname__,
+    ):
         raise ValueError(f"policy name {policy.name!r} belongs to {known.__name__}; choose another")
     _REGISTRY[policy.name] = policy
     return policy
@@ -38,7 +52,9 @@ def register(policy: PolicyClass) -> PolicyClass:
 
 def available() -> Mapping[str, str]:
     """Return the known policy names, each with the one-line rule from its docstring."""
-    return {name: (inspect.getdoc(policy) or "").partition("\n")[0] for name, policy in sorted(_REGISTRY.items())}
+    return {
+        name: (inspect.getdoc(policy) or "").partition("\n")[0] for name, policy in sorted(_REGISTRY.items())
+    }
 
 
 def get(name: str) -> Policy:

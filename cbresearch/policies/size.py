@@ -16,4 +16,6 @@ class ShortestJobFirst(Policy):
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose whoever runs, then the queue from short to long."""
         yield from whole(view.running)
-        yield from whole(sorted(view.waiting, key=lambda request: (request.predicted_remaining, request.order)))
+        yield from whole(
+            sorted(view.waiting, key=lambda request: (request.predicted_remaining, request.order))
+        )

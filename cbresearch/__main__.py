@@ -1,0 +1,154 @@
+"""The command line: `python -m cbresearch compare` and `python -m cbresearch simulate`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cbresearch import policies
+from cbresearch.config import SchedulerConfig
+from cbresearch.costs import Linear
+from cbresearch.experiments import Comparison, compare, compare_simulated
+
+NUM_ANSWERS_SHOWN = 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return 0, or 1 if nothing could be served, or 2 for bad input."""
+    options = _parser().parse_args(arguments)
+    try:
+        limits = SchedulerConfig(options.max_num_seqs, options.max_num_batched_tokens)
+        if options.command == "compare":
+            comparison = compare(
+                options.model,
+                options.workload,
+                options.policy,
+                scheduler=limits,
+                block_size=options.block_size,
+                num_blocks=options.num_blocks,
+                seed=options.seed,
+                trust_remote_code=options.trust_remote_code,
+            )
+        else:
+            comparison = compare_simulated(
+                options.workload,
+                options.policy,
+                cost=Linear.parse(options.cost),
+                scheduler=limits,
+                block_size=options.block_size,
+                num_blocks=options.num_blocks,
+                seed=options.seed,
+            )
+    except (ValueError, FloatingPointError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    _write(comparison, Path(options.output), options)
+    _show(comparison, Path(options.output))
+    return 0 if any(trace.served for trace in comparison.traces.values()) else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    limits = argparse.ArgumentParser(add_help=False)
+    limits.add_argument(
+        "--workload", required=True, metavar="W", help="a preset or a JSON-lines workload file"
+    )
+    limits.add_argument(
+        "--policy",
+        required=True,
+        action="append",
+        metavar="P",
+        help=f"one of {', '.join(policies.available())}",
+    )
+    limits.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
+    limits.add_argument("--max-num-seqs", type=int, default=8, metavar="N", help="seats (default 8)")
+    limits.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="token budget of a step (default 2048)",
+    )
+    limits.add_argument(
+        "--block-size", type=int, default=16, metavar="N", help="tokens in a KV block (default 16)"
+    )
+    limits.add_argument(
+        "--num-blocks", type=int, metavar="N", help="KV blocks (default: as many as full seats can ever need)"
+    )
+    limits.add_argument(
+        "--preemption",
+        choices=["recompute"],
+        default="recompute",
+        help="what becomes of a victim's KV (default recompute)",
+    )
+    limits.add_argument(
+        "--no-prefix-caching",
+        action="store_true",
+        help="compute every prompt in full, as is always done so far",
+    )
+    limits.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of everything random (default 0)"
+    )
+
+    parser = argparse.ArgumentParser(prog="python -m cbresearch", description="Compare batching policies.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    real = commands.add_parser("compare", parents=[limits], help="serve a workload on a real model")
+    real.add_argument(
+        "--model", required=True, metavar="M", help="tiny, smollm2-135m, a Hub id, or a local folder"
+    )
+    real.add_argument(
+        "--trust-remote-code", action="store_true", help="allow code that ships with the weights to run"
+    )
+    simulated = commands.add_parser("simulate", parents=[limits], help="serve a workload in the simulator")
+    simulated.add_argument(
+        "--cost",
+        required=True,
+        metavar="linear:T0,T_TOKEN,T_CONTEXT",
+        help="seconds of a step, a token, a context token",
+    )
+    return parser
+
+
+def _write(comparison: Comparison, folder: Path, options: argparse.Namespace) -> None:
+    from cbresearch import viz
+
+    comparison.write(folder)
+    subject = options.model if options.command == "compare" else "the simulator"
+    viz.write_report(
+        folder / "report.html",
+        title=f"{options.workload} on {subject}: {', '.join(comparison.traces)}",
+        traces=comparison.traces,
+        kpi=comparison.kpi,
+        predictions=[(*row, row.relative_error) for row in comparison.predictions],
+        answers=comparison.answers[:NUM_ANSWERS_SHOWN],
+        environment=comparison.environment,
+    )
+
+
+def _show(comparison: Comparison, folder: Path) -> None:
+    print(comparison.kpi_frame().to_string())
+    if comparison.predictions:
+        print("\nPredicted by the formulas, and measured:")
+        print(comparison.prediction_frame().to_string(float_format=lambda value: f"{value:,.3f}"))
+    shown = [answer for answer in comparison.answers if len(answer[1]) > 1][:NUM_ANSWERS_SHOWN]
+    for prompt, texts in shown:
+        first = next(iter(texts.values()))
+        same = all(text == first for text in texts.values())
+        print(
+            f"\n> {_shortened(prompt)}\n{_shortened(first)}\n[{'the same under every policy' if same else 'DIFFERS'}]"
+        )
+    runs = comparison.traces.values()
+    refused = {record.id: record.error for trace in runs for record in trace.requests if record.error}
+    for error in refused.values():
+        print(f"refused: {error}", file=sys.stderr)
+    print(
+        f"\nThe report is {folder / 'report.html'}; results.json, requests.csv and steps.csv lie beside it."
+    )
+
+
+def _shortened(text: str, limit: int = 300) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= limit else f"{flat[: limit - 1]}…"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

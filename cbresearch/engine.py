@@ -1,0 +1,188 @@
+"""Carry out plans on a transformers model, and measure how long they take."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+
+from cbresearch.attention import PagedCache, PagedStep, batch_order, paged_model
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.models import LoadedModel
+from cbresearch.plan import Plan, StepResult
+from cbresearch.request import Request
+
+
+class ModelExecutor:
+    """Run each plan as one flat forward of a real model; decoding is greedy.
+
+    The scheduler owns all bookkeeping; the executor only mirrors each seat's tokens and block table in
+    arrays that are written as the plan says.
+
+    Args:
+        loaded: The model.
+        scheduler: The limits that the plans obey.
+        cache: The KV pool to allocate.
+        clock: Seconds, for the durations.
+        fill: Value to fill the KV pool with, for tests; by default it is left uninitialised.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        fill: float | None = None,
+    ) -> None:
+        self.loaded = loaded
+        model = loaded.model
+        self.cache = PagedCache(loaded.shape, cache, dtype=model.dtype, device=model.device, fill=fill)
+        self._clock = clock
+        self._block_size = cache.block_size
+        self._token_ids = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
+        self._block_tables = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
+        self._num_blocks = [0] * scheduler.max_num_seqs
+        self._eos: list[frozenset[int]] = [frozenset()] * scheduler.max_num_seqs
+
+    def check(self, request: Request) -> None:
+        """Refuse a request that the model cannot serve.
+
+        Raises:
+            ValueError: The prompt is not token ids, an id is outside the vocabulary, or the request is longer
+                than the model's context.
+        """
+        if not isinstance(request.prompt, tuple):
+            raise ValueError(
+                f"request {request.id!r}: the prompt is {request.prompt!r}; a model needs token ids "
+                "(workloads.resolve_prompts makes them from text or a length)"
+            )
+        shape = self.loaded.shape
+        if shape.vocab_size is not None:
+            for token in request.prompt:
+                if not 0 <= token < shape.vocab_size:
+                    raise ValueError(
+                        f"request {request.id!r}: token id {token} is outside the vocabulary of "
+                        f"{self.loaded.name!r}, 0 to {shape.vocab_size - 1}; use the model's own tokenizer"
+                    )
+        num_tokens = len(request.prompt) + request.max_tokens
+        if shape.max_model_len is not None and num_tokens > shape.max_model_len:
+            raise ValueError(
+                f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.max_tokens} = "
+                f"{num_tokens} tokens, over the {shape.max_model_len} that {self.loaded.name!r} takes; "
+                "shorten the prompt or lower max_tokens"
+            )
+
+    def warm_up(self, num_seqs: int = 8, num_steps: int = 3) -> None:
+        """Run a few forwards before anything is measured, so that no first-time cost is in the numbers."""
+        num_seqs = min(num_seqs, len(self._num_blocks), self.cache.config.num_blocks)
+        tables = np.arange(num_seqs, dtype=np.int64)[:, None]
+        tokens = np.ones(num_seqs, dtype=np.int64)
+        for _ in range(num_steps):
+            self._forward(tokens, tables, np.zeros(num_seqs, dtype=np.int64), tokens, np.arange(num_seqs))
+
+    def execute(self, plan: Plan) -> StepResult:
+        """Carry out one step and time it, preparation included.
+
+        Raises:
+            FloatingPointError: The model returned NaN or infinite logits.
+        """
+        began = self._clock()
+        for admission in plan.admitted:
+            self._seat(admission.request, admission.seat, admission.output_token_ids)
+        for entry in plan.scheduled:
+            if entry.new_block_ids:
+                self._append_blocks(entry.seat, entry.new_block_ids)
+        rows = [(entry.seat, entry.start, entry.num_tokens, entry.samples) for entry in plan.scheduled]
+        # A padding row computes its last position over again, and its token is thrown away.
+        rows += [(row.seat, row.context_length - 1, 1, True) for row in plan.padding]
+        seats, starts, num_tokens, samples = np.array(rows, dtype=np.int64).T
+        order = batch_order(starts, num_tokens)
+        seats, starts, num_tokens, samples = seats[order], starts[order], num_tokens[order], samples[order]
+        sampled = np.flatnonzero(samples)
+        ends = np.cumsum(num_tokens)
+        positions = np.arange(ends[-1]) - np.repeat(ends - num_tokens - starts, num_tokens)
+        token_ids = self._token_ids[np.repeat(seats, num_tokens), positions]
+        used = -(-int((starts + num_tokens).max()) // self._block_size)
+        new_tokens = self._forward(
+            token_ids, self._block_tables[seats, :used], starts, num_tokens, ends[sampled] - 1
+        )
+
+        by_seat = dict(zip(seats[sampled].tolist(), new_tokens, strict=True))
+        tokens, stopped = {}, []
+        for entry in plan.scheduled:
+            if not entry.samples:
+                continue
+            seat = entry.seat
+            token = by_seat[seat]
+            if token is None:
+                raise FloatingPointError(
+                    f"the model {self.loaded.name!r} returned logits that are not finite for request "
+                    f"{entry.request_id!r} in step {plan.step}, position {entry.start + entry.num_tokens - 1}; its weights "
+                    "or its dtype are at fault, so the run stops"
+                )
+            tokens[entry.request_id] = token
+            place = entry.start + entry.num_tokens
+            if place < self._token_ids.shape[1]:
+                self._token_ids[seat, place] = token
+            if token in self._eos[seat]:
+                stopped.append(entry.request_id)
+        return StepResult(self._clock() - began, tokens, frozenset(stopped))
+
+    @torch.inference_mode()
+    def _forward(
+        self,
+        token_ids: np.ndarray,
+        block_tables: np.ndarray,
+        starts: np.ndarray,
+        num_tokens: np.ndarray,
+        keep: np.ndarray,
+    ) -> Sequence[int | None]:
+        """Return the greedy token behind each kept position, or None where its logits are not finite."""
+        model = self.loaded.model
+        device = model.device
+        step = PagedStep.build(self.cache, block_tables, starts, num_tokens)
+        ends = np.cumsum(num_tokens)
+        positions = np.arange(ends[-1]) - np.repeat(ends - num_tokens - starts, num_tokens)
+        if not len(keep):
+            # A step of unfinished prompts still runs the whole model, on one position's logits.
+            keep, sampled = ends[-1:] - 1, 0
+        else:
+            sampled = len(keep)
+        with paged_model(model):
+            logits = model(
+                input_ids=torch.from_numpy(token_ids)[None].to(device),
+                position_ids=torch.from_numpy(positions)[None].to(device),
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(keep).to(device),
+                paged=step,
+            ).logits[0, :sampled]
+        best = logits.argmax(-1)
+        finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
+        return [token if fine else None for token, fine in zip(best.tolist(), finite.tolist(), strict=True)]
+
+    def _seat(self, request: Request, seat: int, output_token_ids: tuple[int, ...]) -> None:
+        prompt = request.prompt
+        assert isinstance(prompt, tuple)
+        length = len(prompt) + request.max_tokens
+        self._token_ids = _widened(self._token_ids, length)
+        self._block_tables = _widened(self._block_tables, -(-length // self._block_size))
+        known = prompt + output_token_ids
+        self._token_ids[seat, : len(known)] = known
+        self._num_blocks[seat] = 0
+        self._eos[seat] = frozenset() if request.sampling.ignore_eos else self.loaded.eos_token_ids
+
+    def _append_blocks(self, seat: int, block_ids: tuple[int, ...]) -> None:
+        held = self._num_blocks[seat]
+        self._block_tables[seat, held : held + len(block_ids)] = block_ids
+        self._num_blocks[seat] = held + len(block_ids)
+
+
+def _widened(array: np.ndarray, width: int) -> np.ndarray:
+    """Return the array with at least `width` columns, at least doubled if it has to grow."""
+    if width <= array.shape[1]:
+        return array
+    grown = np.zeros((array.shape[0], max(width, 2 * array.shape[1])), dtype=array.dtype)
+    grown[:, : array.shape[1]] = array
+    return grown

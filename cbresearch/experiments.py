@@ -1,0 +1,371 @@
+"""Run experiments: the same requests under several policies, with an environment stamp and tidy results."""
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from tqdm.auto import tqdm
+
+from cbresearch import formulas, metrics
+from cbresearch import policies as policy_library
+from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
+from cbresearch.costs import CostModel, Linear
+from cbresearch.request import Refusal, Request
+from cbresearch.scheduler import Scheduler
+from cbresearch.serve import Executor, serve
+from cbresearch.simulator import CostExecutor, simulate
+from cbresearch.trace import StepRecord, Trace, write_csv, write_json
+from cbresearch.workloads import load, resolve_prompts
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from cbresearch.models import LoadedModel
+
+Workload = str | Sequence[Request | Refusal]
+
+
+class Prediction(NamedTuple):
+    """A quantity, what a formula says of it, and what was measured."""
+
+    quantity: str
+    predicted: float | None
+    measured: float | None
+
+    @property
+    def relative_error(self) -> float | None:
+        """Return (predicted - measured) / measured, or None where that is undefined."""
+        if self.predicted is None or not self.measured:
+            return None
+        return (self.predicted - self.measured) / self.measured
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same requests served once under each policy.
+
+    Attributes:
+        traces: The runs by policy name.
+        environment: What they ran on.
+        requests: The requests as they were served.
+        bytes_per_token: KV bytes of one token, or None without a model.
+        answers: (prompt text, output text by policy) of each request, where there was a model.
+        predictions: What the formulas say beside what was measured.
+    """
+
+    traces: Mapping[str, Trace]
+    environment: Mapping[str, str]
+    requests: tuple[Request | Refusal, ...]
+    bytes_per_token: int | None = None
+    answers: tuple[tuple[str, Mapping[str, str]], ...] = ()
+    predictions: tuple[Prediction, ...] = ()
+
+    @property
+    def kpi(self) -> list[metrics.KpiRow]:
+        """Return the key figures, one column a policy."""
+        return metrics.kpi_table(self.traces, self.bytes_per_token)
+
+    def frame(self) -> "pd.DataFrame":
+        """Return the metrics as a tidy pandas frame: one row a policy and quantity."""
+        import pandas as pd
+
+        rows = [
+            {"policy": policy, "metric": name, "value": value}
+            for policy, trace in self.traces.items()
+            for name, value in metrics.summary(trace, self.bytes_per_token).items()
+        ]
+        return pd.DataFrame(rows)
+
+    def kpi_frame(self) -> "pd.DataFrame":
+        """Return the key figures as a pandas frame of texts, one column a policy."""
+        import pandas as pd
+
+        rows = {
+            f"{row.name} ({row.unit})" if row.unit else row.name: [
+                f"{value} (n={row.sizes[place]})" if row.sizes else value
+                for place, value in enumerate(row.values)
+            ]
+            for row in self.kpi
+        }
+        return pd.DataFrame.from_dict(rows, orient="index", columns=list(self.traces))
+
+    def prediction_frame(self) -> "pd.DataFrame":
+        """Return predicted and measured values with their relative error, as a pandas frame."""
+        import pandas as pd
+
+        return pd.DataFrame(
+            [(row.predicted, row.measured, row.relative_error) for row in self.predictions],
+            index=[row.quantity for row in self.predictions],
+            columns=["predicted", "measured", "relative error"],
+        )
+
+    def write(self, folder: str | Path) -> None:
+        """Write `results.json`, `requests.csv` and `steps.csv` into a folder, each whole or not at all."""
+        folder = Path(folder)
+        runs = [
+            {**trace.to_json(), "metrics": metrics.summary(trace, self.bytes_per_token)}
+            for trace in self.traces.values()
+        ]
+        predictions = [{**row._asdict(), "relative_error": row.relative_error} for row in self.predictions]
+        write_json(
+            folder / "results.json",
+            {"environment": dict(self.environment), "runs": runs, "predictions": predictions},
+        )
+        for name, records in (("requests.csv", "requests"), ("steps.csv", "steps")):
+            write_csv(
+                folder / name,
+                (
+                    {"policy": policy, **record.row()}
+                    for policy, trace in self.traces.items()
+                    for record in getattr(trace, records)
+                ),
+            )
+
+
+def compare(
+    model: "str | LoadedModel",
+    workload: Workload,
+    policies: Sequence[str] = ("static", "fcfs"),
+    *,
+    scheduler: SchedulerConfig | None = None,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+) -> Comparison:
+    """Serve a workload on a real model, once under each policy.
+
+    Args:
+        model: A model's name for `models.load`, or a model loaded already.
+        workload: A preset, a workload file, or requests.
+        policies: Policy names, options included.
+        scheduler: The limits of a step.
+        block_size: Tokens per KV block.
+        num_blocks: Blocks in the KV pool; by default as many as full seats can ever need.
+        seed: Seed of the workload.
+        trust_remote_code: Allow code that ships with the weights to run.
+
+    Raises:
+        ValueError: A name is unknown or a limit out of range.
+        FloatingPointError: The model returned logits that are not finite.
+    """
+    _check_policies(policies)
+    given = _given(workload, seed)
+    from cbresearch import models
+    from cbresearch.engine import ModelExecutor
+
+    loaded = models.load(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
+    rng = np.random.default_rng(seed)
+    requests = resolve_prompts(given, loaded.encode, loaded.shape.vocab_size, rng)
+    scheduler, cache = _limits(scheduler, block_size, num_blocks, requests, loaded.shape)
+    pool_bytes = 0
+
+    def executor() -> Executor:
+        nonlocal pool_bytes
+        built = ModelExecutor(loaded, scheduler, cache)
+        built.warm_up()
+        pool_bytes = built.cache.num_bytes
+        return built
+
+    traces = _run(requests, policies, scheduler, cache, executor)
+    bytes_per_token = formulas.kv_bytes_per_token(loaded.shape)
+    return Comparison(
+        traces=traces,
+        environment=environment(
+            model=loaded.name, workload=_label(workload), seed=seed, device=str(loaded.model.device)
+        ),
+        requests=tuple(requests),
+        bytes_per_token=bytes_per_token,
+        answers=_answers(given, traces, loaded.decode),
+        predictions=(
+            *predictions(traces, requests),
+            Prediction("KV pool (bytes)", bytes_per_token * cache.num_tokens, pool_bytes),
+        ),
+    )
+
+
+def compare_simulated(
+    workload: Workload,
+    policies: Sequence[str] = ("static", "fcfs"),
+    *,
+    cost: CostModel,
+    scheduler: SchedulerConfig | None = None,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    seed: int = 0,
+) -> Comparison:
+    """Serve a workload in the simulator, once under each policy.
+
+    Args:
+        workload: A preset, a workload file, or requests; text counts as an estimate of its length.
+        policies: Policy names, options included.
+        cost: The step time.
+        scheduler: The limits of a step.
+        block_size: Tokens per KV block.
+        num_blocks: Blocks in the KV pool; by default as many as full seats can ever need.
+        seed: Seed of the workload.
+
+    Raises:
+        ValueError: A name is unknown or a limit out of range.
+    """
+    _check_policies(policies)
+    requests = resolve_prompts(_given(workload, seed), None, None, np.random.default_rng(seed))
+    scheduler, cache = _limits(scheduler, block_size, num_blocks, requests, None)
+    traces = _run(requests, policies, scheduler, cache, lambda: CostExecutor(cost))
+    return Comparison(
+        traces=traces,
+        environment=environment(workload=_label(workload), seed=seed, cost=repr(cost)),
+        requests=tuple(requests),
+        predictions=tuple(predictions(traces, requests)),
+    )
+
+
+def predictions(traces: Mapping[str, Trace], requests: Iterable[Request | Refusal]) -> list[Prediction]:
+    """Predict what the first static and the first other run should have shown, from the output lengths alone.
+
+    The closed forms assume that all requests are there from the start and that memory and the token budget
+    never bind; where that is not so, the error says how much it matters.
+    """
+    static = next((trace for name, trace in traces.items() if name.partition(":")[0] == "static"), None)
+    other = next((trace for name, trace in traces.items() if name.partition(":")[0] != "static"), None)
+    if static is None or other is None or not static.steps or not other.steps:
+        return []
+    lengths = [len(record.tokens) for record in static.served]
+    seats = static.scheduler.max_num_seqs
+    mean, longest = float(np.mean(lengths)), formulas.expected_max(lengths, seats)
+    measured = metrics.speed_up(static, other)
+    return [
+        Prediction(
+            "static: utilization, E[X]/E[M_B]",
+            formulas.static_utilization(mean, longest),
+            metrics.utilization(static),
+        ),
+        Prediction(
+            "static: steps, sum of batch maxima", formulas.static_steps(lengths, seats), len(static.steps)
+        ),
+        Prediction(
+            f"{other.policy}: steps, list scheduling",
+            formulas.continuous_steps(lengths, seats),
+            len(other.steps),
+        ),
+        Prediction("speed-up, endless queue, E[M_B]/E[X]", formulas.speed_up(mean, longest), measured),
+        Prediction("speed-up, this queue, equal steps", formulas.finite_speed_up(lengths, seats), measured),
+        Prediction(
+            "speed-up, simulated with a fitted step time",
+            _simulated_speed_up(static, other, requests),
+            measured,
+        ),
+    ]
+
+
+def environment(**facts: object) -> dict[str, str]:
+    """Return what a result depends on beside its inputs: versions, platform, cores, and the given facts."""
+    packages = {}
+    for name in ("cbresearch", "torch", "triton", "transformers", "numpy"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = "not installed"
+    return {
+        **{name: str(value) for name, value in facts.items()},
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        **packages,
+    }
+
+
+def _run(
+    requests: Sequence[Request | Refusal],
+    policies: Sequence[str],
+    scheduler: SchedulerConfig,
+    cache: CacheConfig,
+    executor: Callable[[], Executor],
+) -> dict[str, Trace]:
+    num_requests = sum(isinstance(request, Request) for request in requests)
+    traces = {}
+    for name in policies:
+        with tqdm(total=num_requests, desc=name, unit="request", file=sys.stderr) as bar:
+
+            def advance(record: StepRecord, bar: "tqdm[Any]" = bar) -> None:
+                bar.update(len(record.finished))
+                bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
+
+            mechanism = Scheduler(policy_library.get(name), scheduler, cache)
+            traces[name] = replace(serve(requests, mechanism, executor(), on_step=advance), policy=name)
+    return traces
+
+
+def _check_policies(policies: Sequence[str]) -> None:
+    for place, name in enumerate(policies):
+        policy_library.get(name)
+        if name in policies[:place]:
+            raise ValueError(f"policy {name!r} is given twice; a run is known by its policy's name")
+    if not policies:
+        raise ValueError("no policy is given; name at least one, such as 'fcfs'")
+
+
+def _given(workload: Workload, seed: int) -> list[Request | Refusal]:
+    return load(workload, np.random.default_rng(seed)) if isinstance(workload, str) else list(workload)
+
+
+def _label(workload: Workload) -> str:
+    return Path(workload).name if isinstance(workload, str) else f"{len(workload)} requests"
+
+
+def _limits(
+    scheduler: SchedulerConfig | None,
+    block_size: int,
+    num_blocks: int | None,
+    requests: Sequence[Request | Refusal],
+    shape: ModelShape | None,
+) -> tuple[SchedulerConfig, CacheConfig]:
+    scheduler = scheduler or SchedulerConfig()
+    if num_blocks is None:
+        # Raises for a block size that cannot be, before it divides.
+        CacheConfig(1, block_size)
+        limit = shape.max_model_len if shape is not None and shape.max_model_len is not None else sys.maxsize
+        longest = (
+            min(limit, request.num_prompt_tokens + request.max_tokens)
+            for request in requests
+            if isinstance(request, Request)
+        )
+        blocks = sorted((-(-tokens // block_size) for tokens in longest), reverse=True)
+        num_blocks = max(1, sum(blocks[: scheduler.max_num_seqs]))
+    return scheduler, CacheConfig(num_blocks, block_size)
+
+
+def _answers(
+    given: Sequence[Request | Refusal], traces: Mapping[str, Trace], decode: Callable[[Sequence[int]], str]
+) -> tuple[tuple[str, Mapping[str, str]], ...]:
+    answers = []
+    for place, request in enumerate(given):
+        records = {name: trace.requests[place] for name, trace in traces.items()}
+        if isinstance(request, Request) and all(record.error is None for record in records.values()):
+            prompt = request.prompt if isinstance(request.prompt, str) else f"request {request.id}"
+            answers.append((prompt, {name: decode(record.tokens) for name, record in records.items()}))
+    return tuple(answers)
+
+
+def _simulated_speed_up(static: Trace, other: Trace, requests: Iterable[Request | Refusal]) -> float | None:
+    """Fit one step time to both runs, and let the simulator say how they should compare."""
+    if len(static.steps) + len(other.steps) < 3:
+        return None
+    cost = Linear.fit(static, other, context=True)
+    lengths = {record.id: len(record.tokens) for record in static.served}
+    known = [
+        replace(request, output_length=lengths[request.id])
+        for request in requests
+        if isinstance(request, Request) and request.id in lengths
+    ]
+    again = [
+        simulate(known, trace.policy, cost=cost, scheduler=trace.scheduler, cache=trace.cache)
+        for trace in (static, other)
+    ]
+    return metrics.speed_up(*again)

