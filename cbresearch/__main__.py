@@ -132,10 +132,10 @@ def _show(comparison: Comparison, folder: Path) -> None:
     shown = [answer for answer in comparison.answers if len(answer[1]) > 1][:NUM_ANSWERS_SHOWN]
     for prompt, texts in shown:
         first = next(iter(texts.values()))
-        same = all(text == first for text in texts.values())
-        print(
-            f"\n> {_shortened(prompt)}\n{_shortened(first)}\n[{'the same under every policy' if same else 'DIFFERS'}]"
+        verdict = (
+            "the same under every policy" if set(texts.values()) == {first} else "NOT the same everywhere"
         )
+        print(f"\n> {_shortened(prompt)}\n{_shortened(first)}\n[{verdict}]")
     runs = comparison.traces.values()
     refused = {record.id: record.error for trace in runs for record in trace.requests if record.error}
     for error in refused.values():

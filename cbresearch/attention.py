@@ -89,12 +89,14 @@ class PagedStep:
 
     Attributes:
         cache: The pool.
+        positions: int64 `[num_tokens]`: the position of each token in its sequence, on the host.
         slot_mapping: int64 `[num_tokens]`: the slot of each token.
         rows: Groups of single-query sequences.
         chunks: Sequences with more queries.
     """
 
     cache: PagedCache
+    positions: np.ndarray
     slot_mapping: Tensor
     rows: tuple[_Rows, ...]
     chunks: tuple[_Chunk, ...]
@@ -150,7 +152,8 @@ class PagedStep:
                 mask = torch.ones(queries, context, dtype=torch.bool, device=kv.device)
                 mask = mask.tril_(context - queries)
             chunks.append(_Chunk(end - int(num_tokens[sequence]), end, slots, mask))
-        return cls(cache, to_device(slots_of(sequences, positions)), tuple(rows), tuple(chunks))
+        slot_mapping = to_device(slots_of(sequences, positions))
+        return cls(cache, positions, slot_mapping, tuple(rows), tuple(chunks))
 
 
 def batch_order(starts: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:

@@ -77,10 +77,10 @@ class ModelExecutor:
     def warm_up(self, num_seqs: int = 8, num_steps: int = 3) -> None:
         """Run a few forwards before anything is measured, so that no first-time cost is in the numbers."""
         num_seqs = min(num_seqs, len(self._num_blocks), self.cache.config.num_blocks)
-        tables = np.arange(num_seqs, dtype=np.int64)[:, None]
-        tokens = np.ones(num_seqs, dtype=np.int64)
+        blocks, ones = np.arange(num_seqs), np.ones(num_seqs, dtype=np.int64)
         for _ in range(num_steps):
-            self._forward(tokens, tables, np.zeros(num_seqs, dtype=np.int64), tokens, np.arange(num_seqs))
+            step = PagedStep.build(self.cache, blocks[:, None], np.zeros_like(ones), ones)
+            self._forward(step, ones, blocks)
 
     def execute(self, plan: Plan) -> StepResult:
         """Carry out one step and time it, preparation included.
@@ -100,14 +100,11 @@ class ModelExecutor:
         seats, starts, num_tokens, samples = np.array(rows, dtype=np.int64).T
         order = batch_order(starts, num_tokens)
         seats, starts, num_tokens, samples = seats[order], starts[order], num_tokens[order], samples[order]
+        num_blocks = -(-int((starts + num_tokens).max()) // self._block_size)
+        step = PagedStep.build(self.cache, self._block_tables[seats, :num_blocks], starts, num_tokens)
+        token_ids = self._token_ids[np.repeat(seats, num_tokens), step.positions]
         sampled = np.flatnonzero(samples)
-        ends = np.cumsum(num_tokens)
-        positions = np.arange(ends[-1]) - np.repeat(ends - num_tokens - starts, num_tokens)
-        token_ids = self._token_ids[np.repeat(seats, num_tokens), positions]
-        used = -(-int((starts + num_tokens).max()) // self._block_size)
-        new_tokens = self._forward(
-            token_ids, self._block_tables[seats, :used], starts, num_tokens, ends[sampled] - 1
-        )
+        new_tokens = self._forward(step, token_ids, np.cumsum(num_tokens)[sampled] - 1)
 
         by_seat = dict(zip(seats[sampled].tolist(), new_tokens, strict=True))
         tokens, stopped = {}, []
@@ -119,45 +116,31 @@ class ModelExecutor:
             if token is None:
                 raise FloatingPointError(
                     f"the model {self.loaded.name!r} returned logits that are not finite for request "
-                    f"{entry.request_id!r} in step {plan.step}, position {entry.start + entry.num_tokens - 1}; its weights "
-                    "or its dtype are at fault, so the run stops"
+                    f"{entry.request_id!r} in step {plan.step}, at position {entry.context_length - 1}; "
+                    "its weights or its dtype are at fault, so the run stops"
                 )
             tokens[entry.request_id] = token
-            place = entry.start + entry.num_tokens
-            if place < self._token_ids.shape[1]:
-                self._token_ids[seat, place] = token
+            if entry.context_length < self._token_ids.shape[1]:
+                self._token_ids[seat, entry.context_length] = token
             if token in self._eos[seat]:
                 stopped.append(entry.request_id)
         return StepResult(self._clock() - began, tokens, frozenset(stopped))
 
     @torch.inference_mode()
-    def _forward(
-        self,
-        token_ids: np.ndarray,
-        block_tables: np.ndarray,
-        starts: np.ndarray,
-        num_tokens: np.ndarray,
-        keep: np.ndarray,
-    ) -> Sequence[int | None]:
-        """Return the greedy token behind each kept position, or None where its logits are not finite."""
+    def _forward(self, step: PagedStep, token_ids: np.ndarray, keep: np.ndarray) -> Sequence[int | None]:
+        """Return the greedy token behind each kept place of the batch, or None where it is not finite."""
         model = self.loaded.model
         device = model.device
-        step = PagedStep.build(self.cache, block_tables, starts, num_tokens)
-        ends = np.cumsum(num_tokens)
-        positions = np.arange(ends[-1]) - np.repeat(ends - num_tokens - starts, num_tokens)
-        if not len(keep):
-            # A step of unfinished prompts still runs the whole model, on one position's logits.
-            keep, sampled = ends[-1:] - 1, 0
-        else:
-            sampled = len(keep)
+        # A step of unfinished prompts samples nothing; it still runs, on one place's logits.
+        places = keep if len(keep) else np.array([len(token_ids) - 1])
         with paged_model(model):
             logits = model(
                 input_ids=torch.from_numpy(token_ids)[None].to(device),
-                position_ids=torch.from_numpy(positions)[None].to(device),
+                position_ids=torch.from_numpy(step.positions)[None].to(device),
                 use_cache=False,
-                logits_to_keep=torch.from_numpy(keep).to(device),
+                logits_to_keep=torch.from_numpy(places).to(device),
                 paged=step,
-            ).logits[0, :sampled]
+            ).logits[0, : len(keep)]
         best = logits.argmax(-1)
         finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
         return [token if fine else None for token, fine in zip(best.tolist(), finite.tolist(), strict=True)]

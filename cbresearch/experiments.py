@@ -40,10 +40,10 @@ class Prediction(NamedTuple):
 
     @property
     def relative_error(self) -> float | None:
-        """Return (predicted - measured) / measured, or None where that is undefined."""
-        if self.predicted is None or not self.measured:
+        """Return (measured - predicted) / predicted, or None where that is undefined."""
+        if self.measured is None or not self.predicted:
             return None
-        return (self.predicted - self.measured) / self.measured
+        return (self.measured - self.predicted) / self.predicted
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import index
 
 Prompt = str | int | tuple[int, ...]
@@ -36,7 +36,7 @@ class Request:
         deadline: Seconds since the start of the run by which the answer is wanted.
         predicted_output: Number of output tokens that a predictor expects; all that a policy may know.
         output_length: Number of output tokens after which the answer really ends, where it is known
-            beforehand (a trace, an earlier run). Only the simulator reads it.
+            beforehand (a trace, an earlier run). Only the simulator reads it; equality ignores it.
 
     Raises:
         ValueError: A field is out of range; the message names the request, the value and the remedy.
@@ -51,7 +51,7 @@ class Request:
     client: str = ""
     deadline: float | None = None
     predicted_output: int | None = None
-    output_length: int | None = None
+    output_length: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
@@ -77,7 +77,7 @@ class Request:
             return self.prompt
         if isinstance(self.prompt, str):
             raise ValueError(
-                f"request {self.id!r}: its prompt is text; make it token ids first (workloads.resolve_prompts)"
+                f"request {self.id!r}: the prompt is text; workloads.resolve_prompts turns it into token ids"
             )
         return len(self.prompt)
 

@@ -96,8 +96,9 @@ class Scheduler:
         if needed > self.blocks.num_blocks:
             cache = self.blocks.config
             raise ValueError(
-                f"{asked} needs KV for {num_tokens - 1} tokens = {needed} blocks of {cache.block_size}, but the pool has "
-                f"{cache.num_blocks} ({cache.num_tokens} tokens); raise num_blocks or lower max_tokens"
+                f"{asked} needs KV for {num_tokens - 1} tokens = {needed} blocks of {cache.block_size}, but "
+                f"the pool has {cache.num_blocks} ({cache.num_tokens} tokens); raise num_blocks or lower "
+                "max_tokens"
             )
         state = RequestState(request, self.num_submitted)
         self.num_submitted += 1

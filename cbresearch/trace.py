@@ -210,7 +210,7 @@ class Trace:
         return {request.id: request.tokens for request in self.served}
 
     def stays(self) -> Iterator[Stay]:
-        """Yield who sat where from which step to which, in the order in which they sat down."""
+        """Yield who was served where from which step to which: preempted stays first, in no other order."""
         open_stays: dict[str, Stay] = {}
         for record in self.steps:
             step = record.plan.step

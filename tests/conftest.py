@@ -1,0 +1,57 @@
+"""What several test files share: a small real model, and what it answers to each prompt alone."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A prompt and the greedy continuation that `model.generate` gives for it, served alone and unpadded."""
+
+    prompt: tuple[int, ...]
+    continuation: tuple[int, ...]
+
+
+def generate_alone(model, prompt: Sequence[int], max_tokens: int) -> tuple[int, ...]:
+    """Return the greedy continuation by transformers, without any end-of-sequence token."""
+    import torch
+    from transformers import GenerationConfig
+
+    input_ids = torch.tensor([list(prompt)])
+    config = GenerationConfig(max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
+    output = model.generate(input_ids, attention_mask=torch.ones_like(input_ids), generation_config=config)
+    return tuple(output[0, len(prompt) :].tolist())
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    from cbresearch import models
+
+    loaded = models.load("tiny")
+    loaded.model.generation_config.eos_token_id = None
+    return loaded
+
+
+@pytest.fixture(scope="session")
+def alone(tiny) -> list[Alone]:
+    """Prompts of 1 to 48 tokens, each with 24 tokens of its continuation."""
+    rng = np.random.default_rng(7)
+    lengths = [1, 2, 3, 15, 16, 17, 31, 32, 33, 48, *rng.integers(1, 48, size=10)]
+    prompts = [tuple(rng.integers(3, 4096, size=length).tolist()) for length in lengths]
+    return [Alone(prompt, generate_alone(tiny.model, prompt, 24)) for prompt in prompts]
+
+
+@pytest.fixture(scope="session")
+def top_two_gap() -> Callable[..., float]:
+    """Return a function that gives the gap between the two best logits after some token ids."""
+    import torch
+
+    def gap(model, token_ids: Sequence[int]) -> float:
+        with torch.inference_mode():
+            best = model(torch.tensor([list(token_ids)]), use_cache=False).logits[0, -1].topk(2).values
+        return float(best[0] - best[1])
+
+    return gap
