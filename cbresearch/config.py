@@ -5,9 +5,14 @@ from dataclasses import dataclass
 from typing import Any
 
 
+_OPTIONAL = ("max_model_len", "vocab_size")
+
+
 def _require_positive(owner: str, **values: int | None) -> None:
     for name, value in values.items():
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        if value is None and name in _OPTIONAL:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{owner}: {name} is {value!r}; it must be an integer of at least 1")
 
 

@@ -1,7 +1,7 @@
 """A request: what a client asks for, and how far a server has come with it."""
 
 import enum
-import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import index
@@ -191,7 +191,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _check_seconds(request_id: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
         raise ValueError(
             f"request {request_id!r}: {name} is {value!r}; it must be a finite number of seconds, 0 or more"
         )

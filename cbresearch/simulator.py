@@ -98,7 +98,9 @@ def replay(trace: Trace, requests: Iterable[Request | Refusal], policy: str | Po
     recorded = {record.id: record for record in trace.served}
     again = [
         replace(request, output_length=len(recorded[request.id].tokens))
-        if isinstance(request, Request) and request.id in recorded
+        if isinstance(request, Request)
+        and request.id in recorded
+        and recorded[request.id].finish_reason == "stop"
         else request
         for request in requests
     ]

@@ -1,0 +1,144 @@
+"""A request is checked where it is made: the message names the request, the value and the remedy."""
+
+import math
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import pytest
+
+from cbresearch.request import Refusal, Request, RequestState, SamplingParams
+
+NOT_A_COUNT = [0, -1, True, False, 1.0, 2.5, math.nan, math.inf, "3"]
+NOT_SECONDS = [-1, -1e-9, math.nan, math.inf, -math.inf, True, False, "0", 10**400, -(10**400)]
+
+
+@pytest.mark.parametrize("identity", ["", None, 7, b"a", True])
+def test_an_id_that_is_no_text_is_refused(identity):
+    with pytest.raises(ValueError, match="id is .*must be a text that is not empty") as refusal:
+        Request(identity, 1, 1)
+    assert repr(identity) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    ["", 0, -1, -(10**30), [], (), True, False, None, 1.0, math.nan, [1.0], ["1"], [None], [[1]], object()],
+    ids=repr,
+)
+def test_a_prompt_without_a_token_is_refused(prompt):
+    with pytest.raises(ValueError, match=r"request 'a': the prompt is .*; give ") as refusal:
+        Request("a", prompt, 1)
+    assert repr(prompt) in str(refusal.value) or "empty" in str(refusal.value)
+
+
+@pytest.mark.parametrize("value", [*NOT_A_COUNT, None], ids=repr)
+def test_max_tokens_that_is_no_count_is_refused(value):
+    with pytest.raises(ValueError, match=r"request 'a': max_tokens is .*an integer of at least 1") as refusal:
+        Request("a", 1, value)
+    assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["arrival", "deadline"])
+@pytest.mark.parametrize("value", NOT_SECONDS, ids=lambda value: repr(value)[:12])
+def test_a_time_that_is_no_finite_number_of_seconds_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"request 'a': {name} is .*finite number of seconds") as refusal:
+        Request("a", 1, 1, **{name: value})
+    assert repr(value) in str(refusal.value)
+
+
+def test_an_arrival_is_needed_and_a_deadline_is_not():
+    assert Request("a", 1, 1, deadline=None).deadline is None
+    with pytest.raises(ValueError, match="arrival is None"):
+        Request("a", 1, 1, arrival=None)
+
+
+@pytest.mark.parametrize("name", ["predicted_output", "output_length"])
+@pytest.mark.parametrize("value", NOT_A_COUNT, ids=repr)
+def test_a_length_that_is_no_count_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"request 'a': {name} is .*at least 1, or None") as refusal:
+        Request("a", 1, 1, **{name: value})
+    assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kept"),
+    [
+        ("some text", "some text"),
+        (7, 7),
+        (10**30, 10**30),
+        ([5, 0, 9], (5, 0, 9)),
+        (np.array([5, 0, 9]), (5, 0, 9)),
+        (iter([5, 0, 9]), (5, 0, 9)),
+    ],
+    ids=["text", "length", "huge length", "list", "array", "iterator"],
+)
+def test_a_prompt_is_text_or_a_length_or_becomes_a_tuple_of_plain_integers(prompt, kept):
+    request = Request("a", prompt, 1)
+    assert request.prompt == kept
+    if isinstance(kept, tuple):
+        assert [type(token) for token in request.prompt] == [int] * len(kept)
+
+
+def test_the_length_of_a_prompt_is_its_number_of_tokens():
+    assert Request("a", 7, 1).num_prompt_tokens == 7
+    assert Request("a", [4, 4, 4], 1).num_prompt_tokens == 3
+
+
+def test_the_length_of_a_text_prompt_is_unknown_until_it_is_resolved():
+    request = Request("a", "four", 1)
+    with pytest.raises(ValueError, match=r"request 'a': .*text.*resolve_prompts"):
+        _ = request.num_prompt_tokens
+
+
+def test_a_request_does_not_change_with_the_list_that_it_was_made_from():
+    tokens = [1, 2, 3]
+    request = Request("a", tokens, 1)
+    tokens.append(4)
+    assert request.prompt == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("thing", "name"),
+    [
+        (Request("a", 1, 1), "max_tokens"),
+        (Request("a", 1, 1), "arrival"),
+        (SamplingParams(), "ignore_eos"),
+        (Refusal("a", "why"), "error"),
+    ],
+)
+def test_what_a_client_sends_is_frozen(thing, name):
+    with pytest.raises(FrozenInstanceError):
+        setattr(thing, name, 2)
+    assert hash(thing) == hash(thing)
+
+
+def test_a_new_state_has_everything_before_it():
+    state = RequestState(Request("a", [3, 3], 5, predicted_output=4), order=6)
+    assert (state.id, state.order, state.seat, state.finish_reason) == ("a", 6, None, None)
+    assert (state.num_tokens, state.num_computed_tokens, state.num_pending_tokens) == (2, 0, 2)
+    assert state.is_prefill
+    assert state.first_scheduled is None
+    assert "'a'" in repr(state)
+
+
+@pytest.mark.parametrize(
+    ("predicted", "generated", "remaining"),
+    [(None, 0, 5), (None, 2, 3), (2, 0, 2), (2, 1, 1), (2, 2, 1), (2, 4, 1), (9, 1, 8)],
+)
+def test_the_predicted_rest_is_the_prediction_or_max_tokens_less_what_came_and_never_nothing(
+    predicted, generated, remaining
+):
+    state = RequestState(Request("a", 1, 5, predicted_output=predicted, output_length=3), order=0)
+    state.output_token_ids.extend([0] * generated)
+    assert state.predicted_remaining == remaining
+
+
+@pytest.mark.parametrize(
+    ("computed", "generated", "is_prefill"),
+    [(0, 0, True), (2, 0, True), (3, 1, False), (2, 1, True), (0, 1, True), (4, 2, False)],
+)
+def test_a_request_prefills_until_only_its_newest_output_lacks_its_kv(computed, generated, is_prefill):
+    state = RequestState(Request("a", 3, 5), order=0)
+    state.output_token_ids.extend([0] * generated)
+    state.num_tokens += generated
+    state.num_computed_tokens = computed
+    assert state.is_prefill == is_prefill
