@@ -16,7 +16,11 @@ NUM_ANSWERS_SHOWN = 3
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return 0, or 1 if nothing could be served, or 2 for bad input."""
     options = _parser().parse_args(arguments)
+    folder = Path(options.output)
     try:
+        _check_memory_options(options)
+        # Before the work, so that an output folder that cannot be is not found out after it.
+        folder.mkdir(parents=True, exist_ok=True)
         limits = SchedulerConfig(options.max_num_seqs, options.max_num_batched_tokens)
         if options.command == "compare":
             comparison = compare(
@@ -39,12 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 num_blocks=options.num_blocks,
                 seed=options.seed,
             )
-    except (ValueError, FloatingPointError) as error:
+    except (ValueError, FloatingPointError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    _write(comparison, Path(options.output), options)
-    _show(comparison, Path(options.output))
+    _write(comparison, folder, options)
+    _show(comparison, folder)
     return 0 if any(trace.served for trace in comparison.traces.values()) else 1
+
+
+def _check_memory_options(options: argparse.Namespace) -> None:
+    if options.preemption == "swap" or options.host_blocks:
+        raise ValueError(
+            f"--preemption {options.preemption} with --host-blocks {options.host_blocks}: this version has no "
+            "host tier to swap to; use --preemption recompute and --host-blocks 0"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,9 +88,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     limits.add_argument(
         "--preemption",
-        choices=["recompute"],
+        choices=["recompute", "swap"],
         default="recompute",
-        help="what becomes of a victim's KV (default recompute)",
+        help="what becomes of a victim's KV; swap needs a host tier, which this version does not have",
+    )
+    limits.add_argument(
+        "--host-blocks", type=int, default=0, metavar="N", help="KV blocks in host memory; only 0 so far"
     )
     limits.add_argument(
         "--no-prefix-caching",

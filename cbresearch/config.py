@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-
 _OPTIONAL = ("max_model_len", "vocab_size")
 
 

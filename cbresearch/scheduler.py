@@ -250,6 +250,10 @@ class Scheduler:
         draft = self._plan
         if draft.closed or not self._free_seats:
             return None
+        if self._waiting.get(state.id) is not state:
+            raise ValueError(
+                f"policy {self.policy.name!r} proposed {state}; propose requests of the view only"
+            )
         if not self.blocks.can_allocate(state.id, state.num_tokens):
             draft.closed = True
             return None
@@ -263,7 +267,7 @@ class Scheduler:
 
     def _preempt(self, state: RequestState) -> None:
         """Take a request's seat and blocks, and its part of this step if it has one already."""
-        if state.status is not RequestStatus.RUNNING:
+        if state not in self._running:
             raise ValueError(
                 f"policy {self.policy.name!r} chose {state} as victim; choose one of the candidates"
             )

@@ -1,0 +1,601 @@
+"""Each policy's rule on situations small enough to follow by hand, the registry, and policies that misbehave."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies, simulate
+from cbresearch.request import RequestState
+
+BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release"]
+
+
+@pytest.fixture
+def registry(monkeypatch):
+    """Let a test register policies that no other test sees."""
+    monkeypatch.setattr(policies, "_REGISTRY", dict(policies._REGISTRY))
+
+
+def request(identity, prompt, max_tokens, **fields):
+    return Request(identity, prompt, max_tokens, **fields)
+
+
+def run(requests, policy, *, seats=8, budget=100, num_blocks=1000, block_size=1):
+    return simulate(
+        requests,
+        policy,
+        scheduler=SchedulerConfig(seats, budget),
+        cache=CacheConfig(num_blocks, block_size),
+    )
+
+
+def served(trace):
+    """Return the tokens of each request in each step, in the plan's order, such as "a3 b1"."""
+    return [
+        " ".join(f"{entry.request_id}{entry.num_tokens}" for entry in step.plan.scheduled)
+        for step in trace.steps
+    ]
+
+
+def padded(trace):
+    return ["".join(row.request_id for row in step.plan.padding) for step in trace.steps]
+
+
+def admitted(trace):
+    return ["".join(admission.request.id for admission in step.plan.admitted) for step in trace.steps]
+
+
+def random_requests(seed, arrivals=True):
+    generator = random.Random(seed)
+    return [
+        request(
+            str(place),
+            generator.randint(1, 12),
+            generator.randint(1, 9),
+            arrival=generator.choice((0.0, generator.uniform(0, 9))) if arrivals else 0.0,
+            predicted_output=generator.choice((None, generator.randint(1, 9))),
+            output_length=generator.choice((None, generator.randint(1, 9))),
+        )
+        for place in range(generator.randint(2, 14))
+    ]
+
+
+# --- first come, first served
+
+
+def test_fcfs_decodes_who_runs_and_chunks_the_next_prompt_into_what_the_budget_leaves():
+    trace = run([request("a", 3, 3), request("b", 6, 1), request("c", 1, 1)], "fcfs", budget=4)
+    assert served(trace) == ["a3 b1", "a1 b3", "a1 b2 c1"]
+
+
+def test_fcfs_gives_a_seat_that_becomes_free_to_the_head_of_the_queue_in_the_next_step():
+    requests = [request("a", 1, 1), request("b", 1, 3), request("c", 1, 9), request("d", 1, 1)]
+    trace = run(requests, "fcfs", seats=2)
+    assert served(trace)[:3] == ["a1 b1", "b1 c1", "b1 c1"]
+    assert admitted(trace)[:4] == ["ab", "c", "", "d"]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_fcfs_seats_nobody_before_an_earlier_arrival(seed):
+    trace = run(random_requests(seed), "fcfs", seats=3, budget=7)
+    by_arrival = sorted(trace.requests, key=lambda record: record.arrival)
+    starts = [record.first_scheduled for record in by_arrival]
+    assert starts == sorted(starts)
+
+
+def test_fcfs_lets_no_small_request_overtake_a_large_one_that_memory_refuses():
+    requests = [request("a", 5, 3), request("large", 8, 2), request("small", 1, 1)]
+    trace = run(requests, "fcfs", num_blocks=10)
+    assert admitted(trace) == ["a", "", "", "largesmall", ""]
+
+
+# --- shortest job first
+
+
+def test_sjf_admits_the_shortest_prediction_first_and_the_earlier_of_equals():
+    requests = [
+        request("long", 1, 9, predicted_output=7),
+        request("twin", 1, 9, predicted_output=4),
+        request("short", 1, 9, predicted_output=2),
+        request("other twin", 1, 9, predicted_output=4),
+    ]
+    trace = run(requests, "sjf", seats=1)
+    assert [name for name in admitted(trace) if name] == ["short", "twin", "other twin", "long"]
+
+
+def test_sjf_takes_max_tokens_where_nobody_predicted():
+    requests = [request("a", 1, 5), request("b", 1, 9, predicted_output=3), request("c", 1, 4)]
+    trace = run(requests, "sjf", seats=1)
+    assert [name for name in admitted(trace) if name] == ["b", "c", "a"]
+
+
+def test_sjf_cannot_see_where_an_output_really_ends():
+    requests = [request("a", 1, 9, output_length=1), request("b", 1, 5, output_length=5)]
+    assert admitted(run(requests, "sjf", seats=1))[0] == "b"
+
+
+def test_sjf_does_not_preempt_a_long_request_for_a_short_one():
+    requests = [request("long", 1, 6), request("short", 1, 1, arrival=1.0)]
+    trace = run(requests, "sjf", seats=1)
+    assert served(trace) == ["long1"] * 6 + ["short1"]
+    assert all(not step.plan.preempted for step in trace.steps)
+
+
+def test_sjf_ignores_the_order_of_arrival_among_those_that_wait():
+    requests = [request("a", 1, 3), request("b", 1, 5, arrival=1.0), request("c", 1, 2, arrival=2.0)]
+    assert [name for name in admitted(run(requests, "sjf", seats=1)) if name] == ["a", "c", "b"]
+
+
+# --- prefill first
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("budget", [2, 7, 100])
+def test_prefill_first_never_mixes_prompts_and_decodes(seed, budget):
+    trace = run(random_requests(seed), "prefill_first", seats=3, budget=budget)
+    phases = [{entry.is_prefill for entry in step.plan.scheduled} for step in trace.steps]
+    assert {len(phase) for phase in phases} == {1}
+
+
+def test_prefill_first_lets_a_prompt_that_arrives_stop_the_decodes():
+    requests = [request("a", 2, 5), request("b", 5, 2, arrival=2.0)]
+    trace = run(requests, "prefill_first", budget=4)
+    assert served(trace) == ["a2", "a1", "b4", "b1", "a1 b1", "a1", "a1"]
+
+
+def test_prefill_first_finishes_a_chunked_prompt_before_it_starts_another():
+    trace = run([request("a", 3, 2), request("b", 3, 1)], "prefill_first", budget=2)
+    assert served(trace) == ["a2", "a1 b1", "b2", "a1"]
+
+
+def test_prefill_first_decodes_while_memory_refuses_the_prompt_that_waits():
+    requests = [request("a", 3, 3), request("b", 3, 1)]
+    trace = run(requests, "prefill_first", num_blocks=5)
+    assert served(trace) == ["a3", "a1", "a1", "b3"]
+
+
+# --- static batches
+
+
+def test_static_computes_the_row_of_a_finished_request_until_the_longest_is_done():
+    requests = [request("a", 2, 1), request("b", 3, 4), request("c", 1, 2), request("d", 1, 1)]
+    trace = run(requests, "static", seats=3)
+    assert served(trace) == ["a2 b3 c1", "b1 c1", "b1", "b1", "d1"]
+    assert padded(trace) == ["", "a", "ac", "ac", ""]
+    assert [len(record.tokens) for record in trace.requests] == [1, 4, 2, 1]
+
+
+def test_a_padding_row_keeps_its_seat_and_its_context():
+    trace = run([request("a", 5, 2), request("b", 1, 5)], "static")
+    seat = trace.steps[0].plan.scheduled[0].seat
+    rows = [row for step in trace.steps for row in step.plan.padding]
+    # The second of a's tokens was never fed back, so the row holds 5 prompt tokens and 1 output token.
+    assert [tuple(row) for row in rows] == [("a", seat, 6)] * 3
+
+
+def test_static_release_lets_rows_leave_but_nobody_joins():
+    requests = [request("a", 2, 1), request("b", 3, 4), request("c", 1, 2), request("d", 1, 1)]
+    trace = run(requests, "static:release", seats=3)
+    assert served(trace) == ["a2 b3 c1", "b1 c1", "b1", "b1", "d1"]
+    assert padded(trace) == [""] * 5
+    held = [step.num_held_blocks for step in trace.steps]
+    assert held == [6, 6, 5, 6, 1]
+
+
+@pytest.mark.parametrize("policy", ["static", "static:release"])
+@pytest.mark.parametrize("budget", [2, 7, 100])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_static_batch_is_filled_from_empty_and_closed_before_anyone_decodes(policy, budget, seed):
+    trace = run(random_requests(seed), policy, seats=3, budget=budget)
+    inside: set[str] = set()
+    decoding = False
+    for step in trace.steps:
+        joining = {admission.request.id for admission in step.plan.admitted}
+        if joining and decoding:
+            assert not inside, "someone joined a batch that decodes"
+        decoding = any(not entry.is_prefill for entry in step.plan.scheduled)
+        assert not (joining and decoding), "someone joined in a step that decodes"
+        assert len({entry.is_prefill for entry in step.plan.scheduled}) == 1, "a prompt beside a decode"
+        inside = (inside | joining) - set(step.finished)
+        if decoding:
+            assert {entry.request_id for entry in step.plan.scheduled} <= inside | set(step.finished)
+
+
+@pytest.mark.parametrize("policy", ["static", "static:release"])
+@pytest.mark.parametrize("seed", range(5))
+def test_a_static_batch_decodes_only_after_the_last_of_its_prompts(policy, seed):
+    trace = run(random_requests(seed, arrivals=False), policy, seats=4, budget=5)
+    batches: list[list[bool]] = []
+    for step in trace.steps:
+        prefill = step.plan.scheduled[0].is_prefill
+        if prefill and (not batches or not batches[-1][-1]):
+            batches.append([])
+        batches[-1].append(prefill)
+    sizes = [0] * len(batches)
+    steps = iter(trace.steps)
+    for place, batch in enumerate(batches):
+        assert batch == sorted(batch, reverse=True)
+        sizes[place] = sum(len(next(steps).plan.admitted) for _ in batch)
+    # Seats for everyone, so every batch but the last is full.
+    assert sizes[:-1] == [4] * (len(sizes) - 1)
+
+
+def test_a_small_budget_fills_a_static_batch_over_several_steps():
+    requests = [request(name, 3, 2) for name in "abcd"]
+    trace = run(requests, "static", seats=3, budget=4)
+    assert served(trace)[:5] == ["a3 b1", "b2 c2", "c1", "a1 b1 c1", "d3"]
+    assert admitted(trace)[:5] == ["ab", "c", "", "", "d"]
+
+
+def test_a_static_batch_takes_nobody_who_arrives_while_it_is_filled():
+    requests = [request("a", 3, 1), request("b", 3, 1), request("late", 1, 1, arrival=1.0)]
+    trace = run(requests, "static", seats=3, budget=2)
+    assert "".join(admitted(trace)) == "ablate"
+    last_of_batch = max(step.plan.step for step in trace.steps if "b" in step.finished)
+    assert admitted(trace).index("late") == last_of_batch + 1
+
+
+@pytest.mark.parametrize("policy", ["static", "static:release"])
+def test_a_static_batch_is_closed_by_the_pool_and_the_rest_form_the_next_one(policy):
+    requests = [request("a", 3, 2), request("b", 3, 2), request("c", 3, 2)]
+    trace = run(requests, policy, num_blocks=8)
+    assert served(trace) == ["a3 b3", "a1 b1", "c3", "c1"]
+
+
+# --- what every policy leaves to the mechanism
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_no_request_is_ever_left_out(name):
+    for seed in range(5):
+        requests = random_requests(seed)
+        trace = run(requests, name, seats=2, budget=5, num_blocks=20)
+        for given, record in zip(requests, trace.requests, strict=True):
+            assert len(record.tokens) == min(given.max_tokens, given.output_length or given.max_tokens)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_prompt_that_memory_refuses_does_not_stop_those_that_run(name):
+    requests = [request("a", 4, 4), request("b", 6, 2), request("c", 6, 2)]
+    trace = run(requests, name, num_blocks=7)
+    assert [record.finish_reason for record in trace.requests] == ["length"] * 3
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_policy_object_serves_one_run_after_another_the_same_way(name):
+    policy = policies.get(name)
+    runs = [run(random_requests(3), policy, seats=2, budget=5).steps for _ in range(2)]
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_run_that_was_broken_off_leaves_nothing_to_the_next_one_of_the_same_policy(name):
+    policy = policies.get(name)
+    broken = Scheduler(policy, SchedulerConfig(2, 3), CacheConfig(100, 1))
+    for given in random_requests(4, arrivals=False):
+        broken.submit(given)
+    broken.schedule(0.0)
+    fresh = run(random_requests(3), policies.get(name), seats=2, budget=5)
+    assert run(random_requests(3), policy, seats=2, budget=5).steps == fresh.steps
+
+
+# --- names and options
+
+
+def test_each_available_policy_has_a_rule_in_one_line_and_can_be_built():
+    rules = policies.available()
+    assert set(rules) == {name.partition(":")[0] for name in BUILT_IN}
+    for name, rule in rules.items():
+        assert rule.endswith(".") or rule.endswith(")")
+        assert policies.get(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("asked", "near"),
+    [("fcsf", "'fcfs'"), ("Static", "'static'"), ("prefil_first", "'prefill_first'"), ("SJF", "'sjf'")],
+)
+def test_an_unknown_policy_is_answered_with_the_near_miss(asked, near):
+    with pytest.raises(ValueError, match=f"unknown policy {asked!r}.*") as refusal:
+        policies.get(asked)
+    assert near in str(refusal.value)
+
+
+@pytest.mark.parametrize("asked", ["", "zzzzzzzz", ":release"])
+def test_a_policy_unlike_any_other_is_answered_with_all_there_are(asked):
+    with pytest.raises(ValueError, match="unknown policy") as refusal:
+        policies.get(asked)
+    for name in policies.available():
+        assert repr(name) in str(refusal.value)
+
+
+def test_an_unknown_option_is_answered_with_the_near_miss():
+    with pytest.raises(ValueError, match="policy 'static' has no option 'realease'.*'release'"):
+        policies.get("static:realease")
+    with pytest.raises(ValueError, match="policy 'fcfs' has no option 'release'"):
+        policies.get("fcfs:release")
+
+
+@pytest.mark.parametrize(
+    ("options", "weight", "label", "flag"),
+    [
+        ("", 1.0, "x", False),
+        (":", 1.0, "x", False),
+        (":flag", 1.0, "x", True),
+        (":weight=0.05", 0.05, "x", False),
+        (":label=abc,weight=-3,flag=True", -3, "abc", True),
+        (":flag=False", 1.0, "x", False),
+        (":label=a=b", 1.0, "a=b", False),
+    ],
+)
+def test_options_follow_the_name_as_python_values_or_plain_words(registry, options, weight, label, flag):
+    @policies.register
+    class Optional(Policy):
+        """Take options."""
+
+        name = "optional"
+
+        def __init__(self, weight=1.0, label="x", flag=False):
+            self.options = (weight, label, flag)
+
+    assert policies.get(f"optional{options}").options == (weight, label, flag)
+
+
+def test_the_option_release_turns_the_padding_off():
+    assert policies.get("static").keeps_seats
+    assert policies.get("static:release=False").keeps_seats
+    assert not policies.get("static:release").keeps_seats
+
+
+def test_a_cell_that_is_run_again_replaces_its_policy(registry):
+    def cell(rule):
+        class Mine(Policy):
+            name = "mine"
+            __doc__ = rule
+
+        return policies.register(Mine)
+
+    cell("First rule.")
+    again = cell("Second rule.")
+    assert policies.available()["mine"] == "Second rule."
+    assert type(policies.get("mine")) is again
+
+
+def test_a_name_that_belongs_to_another_policy_is_refused(registry):
+    class Impostor(Policy):
+        name = "static"
+
+    with pytest.raises(ValueError, match="'static' belongs to Static"):
+        policies.register(Impostor)
+    assert type(policies.get("static")) is policies.Static
+
+
+@pytest.mark.parametrize("body", [{}, {"name": ""}], ids=["inherited", "empty"])
+def test_a_policy_without_a_name_of_its_own_cannot_be_registered(registry, body):
+    before = dict(policies.available())
+    with pytest.raises(ValueError, match="Nameless has no `name` of its own"):
+        policies.register(type("Nameless", (policies.Static,), body))
+    assert policies.available() == before
+
+
+def test_a_policy_of_a_few_lines_is_registered_and_runs_by_name(registry):
+    @policies.register
+    class Newest(Policy):
+        """Serve the newest request first."""
+
+        name = "newest"
+
+        def propose(self, view):
+            for state in [*view.running, *sorted(view.waiting, key=lambda state: -state.order)]:
+                yield state, state.num_pending_tokens
+
+    trace = run([request(name, 1, 2) for name in "abc"], "newest", seats=1)
+    assert "".join(admitted(trace)) == "cba"
+    assert trace.policy == "newest"
+
+
+# --- the view
+
+
+def test_a_policy_sees_the_step_fill_up_as_its_proposals_are_taken():
+    seen = []
+
+    class Watching(Policy):
+        name = "watching"
+
+        def propose(self, view):
+            for state, wanted in super().propose(view):
+                seen.append(self.look(view))
+                yield state, wanted
+            seen.append(self.look(view))
+
+        @staticmethod
+        def look(view):
+            return (
+                view.now,
+                view.token_budget,
+                view.num_free_seats,
+                view.num_free_blocks,
+                "".join(state.id for state in view.running),
+                (view.max_num_batched_tokens, view.max_num_seqs, view.block_size),
+            )
+
+    requests = [request("a", 4, 2, arrival=0.5), request("b", 3, 1, arrival=0.5)]
+    run(requests, Watching(), seats=3, budget=9, num_blocks=5, block_size=2)
+    limits = (9, 3, 2)
+    assert seen == [
+        (0.5, 9, 3, 5, "", limits),
+        (0.5, 5, 2, 3, "a", limits),
+        (0.5, 2, 1, 1, "ab", limits),
+        (1.5, 9, 2, 3, "a", limits),
+        (1.5, 8, 2, 2, "a", limits),
+    ]
+
+
+def test_a_policy_is_told_every_token_that_was_served():
+    told: dict[str, int] = {}
+
+    class Accounting(Policy):
+        name = "accounting"
+
+        def served(self, state, num_tokens):
+            told[state.id] = told.get(state.id, 0) + num_tokens
+
+    trace = run([request("a", 5, 3), request("b", 2, 1)], Accounting(), budget=3)
+    # Each output token but the last is fed back once.
+    assert told == {"a": 5 + 2, "b": 2}
+    assert sum(told.values()) == sum(step.plan.num_tokens for step in trace.steps)
+
+
+# --- policies that misbehave
+
+
+class Silent(Policy):
+    name = "silent"
+
+    def propose(self, view):
+        return iter(())
+
+
+class Lazy(Policy):
+    """Serve the running only, and so nobody ever."""
+
+    name = "lazy"
+
+    def propose(self, view):
+        return ((state, 1) for state in view.running)
+
+
+class Wanting(Policy):
+    """Want the same of everyone."""
+
+    name = "wanting"
+
+    def __init__(self, wanted):
+        self.wanted = wanted
+
+    def propose(self, view):
+        for state, _ in super().propose(view):
+            yield state, self.wanted
+
+
+@pytest.mark.parametrize("policy", [Silent(), Lazy(), Wanting(0), Wanting(-5)])
+def test_a_policy_that_leaves_a_step_without_work_is_named_with_the_numbers(policy):
+    with pytest.raises(RuntimeError) as refusal:
+        run([request("a", 7, 2), request("b", 3, 2)], policy, seats=3, budget=50, num_blocks=11)
+    for fact in (policy.name, "step 0", "0 running", "2 waiting", "3 of 3 seats", "11 of 11 blocks", "50"):
+        assert fact in str(refusal.value)
+    assert "'a'" in str(refusal.value)
+
+
+def test_a_policy_that_falls_silent_midway_is_named_with_the_numbers():
+    class Tired(Policy):
+        name = "tired"
+
+        def propose(self, view):
+            return super().propose(view) if view.now < 2 else iter(())
+
+    with pytest.raises(RuntimeError, match="'tired' left step 2 without work: 1 running, 0 waiting"):
+        run([request("a", 7, 5)], Tired())
+
+
+@pytest.mark.parametrize("wanted", [10**30, float("inf")])
+def test_a_want_beyond_the_request_and_the_budget_is_clipped(wanted):
+    requests = random_requests(5)
+    greedy = run(requests, Wanting(wanted), seats=3, budget=6)
+    assert greedy.steps == run(requests, "fcfs", seats=3, budget=6).steps
+
+
+def test_a_want_of_one_token_prefills_one_token_a_step():
+    trace = run([request("a", 3, 2), request("b", 2, 1)], Wanting(1))
+    assert served(trace) == ["a1 b1", "a1 b1", "a1", "a1"]
+
+
+def test_a_request_that_is_proposed_twice_is_served_once():
+    class Stuttering(Policy):
+        name = "stuttering"
+
+        def propose(self, view):
+            for state, wanted in super().propose(view):
+                yield from [(state, 1), (state, wanted), (state, 1)]
+
+    requests = random_requests(6)
+    assert run(requests, Stuttering(), budget=6).steps == run(requests, Wanting(1), budget=6).steps
+
+
+def test_finished_requests_that_are_proposed_are_passed_over():
+    class Remembering(Policy):
+        name = "remembering"
+
+        def __init__(self):
+            self.ever_seen = {}
+
+        def propose(self, view):
+            self.ever_seen |= {state.id: state for state in [*view.running, *view.waiting]}
+            for state in self.ever_seen.values():
+                yield state, 100
+
+    for keeps in (False, True):
+        policy = Remembering()
+        policy.keeps_seats = keeps
+        requests = random_requests(7)
+        trace = run(requests, policy, seats=3)
+        assert all(record.finish_reason for record in trace.requests)
+        for given, record in zip(requests, trace.requests, strict=True):
+            assert len(record.tokens) <= given.max_tokens
+
+
+@pytest.mark.parametrize("identity", ["stranger", "a"])
+def test_a_request_of_another_run_that_is_proposed_is_an_error_that_names_the_policy(identity):
+    class Confused(Policy):
+        name = "confused"
+
+        def propose(self, view):
+            yield RequestState(request(identity, 2, 2), order=0), 2
+            yield from super().propose(view)
+
+    with pytest.raises((ValueError, RuntimeError), match="'confused'"):
+        run([request("a", 3, 2)], Confused())
+
+
+@pytest.mark.parametrize("choice", ["waiting", "finished", "stranger", "nobody"])
+def test_a_victim_that_is_no_candidate_is_an_error_that_names_the_policy(choice):
+    class Vicious(Policy):
+        name = "vicious"
+
+        def __init__(self):
+            self.seen = SimpleNamespace(finished=None)
+
+        def propose(self, view):
+            self.seen.finished = next(iter(view.running), None) if view.now == 1 else self.seen.finished
+            return super().propose(view)
+
+        def victim(self, view, candidates):
+            stranger = RequestState(request("z", 1, 1), order=0)
+            stranger.status = candidates[0].status
+            return {
+                "waiting": next(iter(view.waiting)),
+                "finished": self.seen.finished,
+                "stranger": stranger,
+                "nobody": None,
+            }[choice]
+
+    requests = [request("f", 1, 2), request("a", 3, 7), request("b", 3, 7), request("c", 3, 7)]
+    with pytest.raises(ValueError, match="'vicious'"):
+        run(requests, Vicious(), seats=3, num_blocks=10)
+
+
+def test_every_candidate_for_a_preemption_runs_and_is_given_in_the_order_of_admission():
+    asked = []
+
+    class Polite(Policy):
+        name = "polite"
+
+        def victim(self, view, candidates):
+            asked.append("".join(state.id for state in candidates))
+            assert list(candidates) == list(view.running)
+            return candidates[-1]
+
+    trace = run([request(name, 3, 4) for name in "abc"], Polite(), num_blocks=10)
+    assert asked[0] == "abc"
+    assert sum(len(step.plan.preempted) for step in trace.steps) == len(asked)
