@@ -19,7 +19,7 @@ endif
 # and one thread per process, which also keeps parallel test workers from fighting over the cores.
 CHECKED := TQDM_DISABLE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: setup run test lab notebooks bench lint
+.PHONY: setup run test lab notebooks bench gpu lint
 
 setup: $(READY)
 
@@ -53,3 +53,6 @@ notebooks: $(READY)
 
 bench: $(READY)
 	$(PY) tests/bench.py
+
+gpu: $(READY)
+	$(PY) -m pytest -rs tests/test_gpu.py

@@ -54,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check_memory_options(options: argparse.Namespace) -> None:
     if options.preemption == "swap" or options.host_blocks:
         raise ValueError(
-            f"--preemption {options.preemption} with --host-blocks {options.host_blocks}: this version has no "
-            "host tier to swap to; use --preemption recompute and --host-blocks 0"
+            f"--preemption {options.preemption} with --host-blocks {options.host_blocks}: this version has "
+            "no host tier to swap to; use --preemption recompute and --host-blocks 0"
         )
 
 

@@ -368,6 +368,10 @@ class _View:
         return self._scheduler.config.max_num_batched_tokens
 
     @property
+    def admitting(self) -> bool:
+        return bool(self._scheduler._free_seats) and not self._scheduler._plan.closed
+
+    @property
     def num_free_seats(self) -> int:
         return len(self._scheduler._free_seats)
 

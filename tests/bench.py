@@ -1,8 +1,8 @@
 """Benchmarks, printed as ratios measured in one run: `make bench`.
 
 The engine against two ways that transformers itself offers, on the same requests; the engine's time
-against the time inside the model; the scheduler's time. Absolute figures move from run to run on a shared machine;
-contestants are interleaved and medians compared.
+against the time inside the model; the scheduler's time. Absolute figures move from run to run on a shared
+machine; contestants are interleaved and medians compared.
 """
 
 import argparse

@@ -7,8 +7,6 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies
 from cbresearch.request import RequestStatus
@@ -309,24 +307,31 @@ class Scripted(Policy):
 # --- rules 1, 4 and 5 of the design, in any situation
 
 
-@st.composite
-def situations(draw):
-    block_size = draw(st.sampled_from(BLOCK_SIZES))
+NUM_SITUATIONS = 150
+
+
+def situation(seed):
+    """Draw requests, and limits that are mostly tight: a pool that holds the largest request and little more."""
+    generator = random.Random(seed)
+    block_size = generator.choice(BLOCK_SIZES)
     requests = [
         Request(
             id=name,
-            prompt=draw(st.integers(1, 20)),
-            max_tokens=draw(st.integers(1, 9)),
-            arrival=draw(st.sampled_from((0.0, 0.0, 0.5, 3.0, 11.0))),
-            predicted_output=draw(st.none() | st.integers(1, 9)),
-            output_length=draw(st.none() | st.integers(1, 9)),
+            prompt=generator.randint(1, 20),
+            max_tokens=generator.randint(1, 12),
+            arrival=generator.choice((0.0, 0.0, 0.5, 3.0, 11.0)),
+            predicted_output=generator.choice((None, generator.randint(1, 12))),
+            output_length=generator.choice((None, generator.randint(1, 12))),
         )
-        for name in "abcdefg"[: draw(st.integers(1, 7))]
+        for name in "abcdefgh"[: generator.randint(1, 8)]
     ]
+    needed = sorted(request.num_prompt_tokens + request.max_tokens - 1 for request in requests)
+    # Now and then the largest does not fit.
+    capacity = generator.choice(needed[-2:]) + generator.choice((0, 0, generator.randint(0, 30)))
     limits = {
-        "seats": draw(st.integers(1, 5)),
-        "budget": draw(st.sampled_from((1, 2, 4, 7, 64))),
-        "num_blocks": draw(st.integers(1, 36 // block_size + 2)),
+        "seats": generator.randint(1, 5),
+        "budget": generator.choice((1, 2, 4, 7, 64)),
+        "num_blocks": -(-capacity // block_size),
         "block_size": block_size,
     }
     return requests, limits
@@ -343,36 +348,22 @@ STRESS = {
 
 
 @pytest.mark.parametrize("policy", STRESS)
-@given(situation=situations(), seed=st.integers(0, 999))
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_every_accepted_request_finishes_within_the_limits_and_the_pool_comes_back_whole(
-    policy, situation, seed
-):
-    requests, limits = situation
-    run(requests, STRESS[policy](seed), **limits)
-
-
-@pytest.mark.parametrize("policy", ["fcfs", "static", "erratic", "erratic, seats kept"])
-def test_the_situations_do_preempt_refuse_pad_and_chunk(policy):
-    seen = Counter()
-
-    @given(situation=situations(), seed=st.integers(0, 999))
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-    def look(situation, seed):
-        requests, limits = situation
-        trace = run(requests, STRESS[policy](seed), **limits)
-        seen["preempted"] += any(preempted(trace))
+def test_every_accepted_request_finishes_within_the_limits_and_the_pool_comes_back_whole(policy):
+    seen: Counter[str] = Counter()
+    for seed in range(NUM_SITUATIONS):
+        requests, limits = situation(seed)
+        try:
+            trace = run(requests, STRESS[policy](seed), **limits)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+        plans = [step.plan for step in trace.steps]
+        seen["preempted"] += any(plan.preempted for plan in plans)
         seen["refused"] += any(record.error for record in trace.requests)
-        seen["padded"] += any(step.plan.padding for step in trace.steps)
-        seen["chunked"] += any(
-            not entry.samples for step in trace.steps for entry in step.plan.scheduled
-        )
-
-    look()
-    expected = {"preempted", "refused", "chunked"}
-    assert {what for what, times in seen.items() if times >= 3} >= (
-        expected | {"padded"} if policy in ("static", "erratic, seats kept") else expected
-    )
+        seen["padded"] += any(plan.padding for plan in plans)
+        seen["chunked"] += any(not entry.samples for plan in plans for entry in plan.scheduled)
+    assert min(seen["preempted"], seen["refused"], seen["chunked"]) > NUM_SITUATIONS // 10
+    assert (seen["padded"] > NUM_SITUATIONS // 10) == STRESS[policy](0).keeps_seats
 
 
 # --- what fits and what is refused

@@ -6,7 +6,7 @@ from ast import literal_eval
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from cbresearch.policies.base import Policy, Proposal, View, whole
+from cbresearch.policies.base import Policy, Proposal, View, joining, whole
 from cbresearch.policies.batching import PrefillFirst, Static
 from cbresearch.policies.size import ShortestJobFirst
 
@@ -19,6 +19,7 @@ __all__ = [
     "View",
     "available",
     "get",
+    "joining",
     "register",
     "whole",
 ]

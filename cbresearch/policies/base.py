@@ -30,6 +30,13 @@ class View(Protocol):
         """Tokens that a step can take at most."""
 
     @property
+    def admitting(self) -> bool:
+        """Whether a waiting request could still join: a seat is free, and memory has refused nobody yet.
+
+        A policy may stop walking the queue once this is False; what it yields all the same is skipped.
+        """
+
+    @property
     def num_free_seats(self) -> int:
         """Seats that nobody holds."""
 
@@ -67,10 +74,8 @@ class Policy:
         The scheduler clips each proposal to what fits, and skips what does not. A generator sees the
         effect of a proposal when it resumes.
         """
-        for request in view.running:
-            yield request, request.num_tokens - request.num_computed_tokens
-        for request in view.waiting:
-            yield request, request.num_tokens - request.num_computed_tokens
+        yield from whole(view.running)
+        yield from joining(view, view.waiting)
 
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
         """Choose whom to preempt when blocks run out, among the running requests in admission order.
@@ -86,4 +91,12 @@ class Policy:
 def whole(requests: Iterable[RequestState]) -> Iterator[Proposal]:
     """Propose each request with everything that it has pending."""
     for request in requests:
-        yield request, request.num_pending_tokens
+        yield request, request.num_tokens - request.num_computed_tokens
+
+
+def joining(view: View, requests: Iterable[RequestState]) -> Iterator[Proposal]:
+    """Propose waiting requests as long as one can still join, so that a long queue is not walked in vain."""
+    for request in requests:
+        if not view.admitting:
+            return
+        yield request, request.num_tokens - request.num_computed_tokens

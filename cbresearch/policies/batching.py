@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from cbresearch.policies.base import Policy, Proposal, View, whole
+from cbresearch.policies.base import Policy, Proposal, View, joining, whole
 from cbresearch.request import RequestState
 
 
@@ -43,6 +43,6 @@ class PrefillFirst(Policy):
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose prompts; decodes only if no prompt could be served."""
         yield from whole([request for request in view.running if request.is_prefill])
-        yield from whole(view.waiting)
+        yield from joining(view, view.waiting)
         if view.token_budget == view.max_num_batched_tokens:
             yield from whole(view.running)

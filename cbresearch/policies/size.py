@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cbresearch.policies.base import Policy, Proposal, View, whole
+from cbresearch.policies.base import Policy, Proposal, View, joining, whole
 
 
 class ShortestJobFirst(Policy):
@@ -16,6 +16,6 @@ class ShortestJobFirst(Policy):
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose whoever runs, then the queue from short to long."""
         yield from whole(view.running)
-        yield from whole(
-            sorted(view.waiting, key=lambda request: (request.predicted_remaining, request.order))
-        )
+        if view.admitting:
+            by_size = sorted(view.waiting, key=lambda request: (request.predicted_remaining, request.order))
+            yield from joining(view, by_size)
