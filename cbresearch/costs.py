@@ -75,9 +75,9 @@ class Linear:
             context: Fit a term for context tokens too.
 
         Raises:
-            ValueError: There are fewer steps than coefficients.
+            ValueError: There are fewer steps that took time than coefficients.
         """
-        steps = [record for trace in traces for record in trace.steps]
+        steps = [record for trace in traces for record in trace.steps if record.duration > 0]
         columns = [
             [1.0, record.plan.num_tokens, record.plan.num_context_tokens][: 3 if context else 2]
             for record in steps

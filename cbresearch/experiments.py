@@ -254,7 +254,11 @@ def predictions(traces: Mapping[str, Trace], requests: Iterable[Request | Refusa
             formulas.continuous_steps(lengths, seats),
             len(other.steps),
         ),
-        Prediction("speed-up, endless queue, E[M_B]/E[X]", formulas.speed_up(mean, longest), measured),
+        Prediction(
+            "speed-up, endless queue of these lengths, E[M_B]/E[X]",
+            formulas.speed_up(mean, longest),
+            measured,
+        ),
         Prediction("speed-up, this queue, equal steps", formulas.finite_speed_up(lengths, seats), measured),
         Prediction(
             "speed-up, simulated with a fitted step time",
@@ -289,9 +293,11 @@ def _run(
     executor: Callable[[], Executor],
 ) -> dict[str, Trace]:
     num_requests = sum(isinstance(request, Request) for request in requests)
+    # Asked for by hand, since tqdm's notebook bar does not read its own variable.
+    quiet = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
     traces = {}
     for name in policies:
-        with tqdm(total=num_requests, desc=name, unit="request", file=sys.stderr) as bar:
+        with tqdm(total=num_requests, desc=name, unit="request", file=sys.stderr, disable=quiet) as bar:
 
             def advance(record: StepRecord, bar: "tqdm[Any]" = bar) -> None:
                 bar.update(len(record.finished))
@@ -355,7 +361,7 @@ def _answers(
 
 def _simulated_speed_up(static: Trace, other: Trace, requests: Iterable[Request | Refusal]) -> float | None:
     """Fit one step time to both runs, and let the simulator say how they should compare."""
-    if len(static.steps) + len(other.steps) < 3:
+    if sum(step.duration > 0 for step in (*static.steps, *other.steps)) < 3:
         return None
     cost = Linear.fit(static, other, context=True)
     lengths = {record.id: len(record.tokens) for record in static.served}

@@ -1,5 +1,6 @@
 """The one loop: arrivals, clock, steps, finish."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
@@ -66,6 +67,10 @@ def serve(
             continue
         plan = scheduler.schedule(now)
         result = executor.execute(plan)
+        if not 0 <= result.duration < math.inf:
+            raise ValueError(
+                f"step {plan.step} took {result.duration} seconds; a cost is finite and not negative"
+            )
         start, now = now, now + result.duration
         committed = scheduler.commit(plan, result, now)
         steps.append(

@@ -1,4 +1,4 @@
-"""Each policy's rule on situations small enough to follow by hand, the registry, and policies that misbehave."""
+"""Each policy's rule on situations to follow by hand, the registry, and policies that misbehave."""
 
 import random
 from types import SimpleNamespace
@@ -125,6 +125,15 @@ def test_sjf_does_not_preempt_a_long_request_for_a_short_one():
 def test_sjf_ignores_the_order_of_arrival_among_those_that_wait():
     requests = [request("a", 1, 3), request("b", 1, 5, arrival=1.0), request("c", 1, 2, arrival=2.0)]
     assert [name for name in admitted(run(requests, "sjf", seats=1)) if name] == ["a", "c", "b"]
+
+
+def test_sjf_starves_a_long_request_while_short_ones_keep_coming_and_fcfs_does_not():
+    requests = [
+        request("long", 1, 9),
+        *(request(str(place), 1, 2, arrival=2.0 * place) for place in range(20)),
+    ]
+    start = {name: run(requests, name, seats=1).requests[0].first_scheduled for name in ("sjf", "fcfs")}
+    assert start == {"sjf": 40.0, "fcfs": 0.0}
 
 
 # --- prefill first
@@ -310,7 +319,7 @@ def test_a_policy_unlike_any_other_is_answered_with_all_there_are(asked):
 
 
 def test_an_unknown_option_is_answered_with_the_near_miss():
-    with pytest.raises(ValueError, match="policy 'static' has no option 'realease'.*'release'"):
+    with pytest.raises(ValueError, match=r"policy 'static' has no option 'realease'.*'release'"):
         policies.get("static:realease")
     with pytest.raises(ValueError, match="policy 'fcfs' has no option 'release'"):
         policies.get("fcfs:release")
@@ -445,6 +454,51 @@ def test_a_policy_is_told_every_token_that_was_served():
     # Each output token but the last is fed back once.
     assert told == {"a": 5 + 2, "b": 2}
     assert sum(told.values()) == sum(step.plan.num_tokens for step in trace.steps)
+
+
+def test_a_policy_is_told_when_nobody_can_join_any_more():
+    seen = []
+
+    class Watching(Policy):
+        name = "watching"
+
+        def propose(self, view):
+            for state in [*view.running, *view.waiting]:
+                before = view.admitting
+                yield state, state.num_pending_tokens
+                seen.append((state.id, before, view.admitting))
+
+    # Memory refuses c; in the second step a and b hold all seats, and in the third b's block goes to a.
+    requests = [request("a", 2, 3), request("b", 2, 3), request("c", 9, 1)]
+    run(requests, Watching(), seats=2, num_blocks=9)
+    assert seen[:3] == [("a", True, True), ("b", True, False), ("c", False, False)]
+    seen.clear()
+    run(requests, Watching(), seats=3, num_blocks=9)
+    assert seen[:3] == [("a", True, True), ("b", True, True), ("c", True, False)]
+    seen.clear()
+    run(requests[:2], Watching(), seats=3, num_blocks=5)
+    assert seen[2:4] == [("a", True, True), ("b", True, False)]
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_a_long_queue_is_not_walked_once_nobody_can_join(name):
+    policy = policies.get(name)
+    propose, num_proposals = policy.propose, []
+
+    def counting(view):
+        num_proposals.append(0)
+        for proposal in propose(view):
+            num_proposals[-1] += 1
+            yield proposal
+
+    policy.propose = counting
+    seats = 10
+    for num_blocks in (1000, 14):
+        num_proposals.clear()
+        requests = [request(str(place), 3, 3) for place in range(300)]
+        run(requests, policy, seats=seats, budget=1000, num_blocks=num_blocks)
+        # At most everybody who runs, everybody who joins, and one who no longer can.
+        assert max(num_proposals) <= 2 * seats + 1
 
 
 # --- policies that misbehave

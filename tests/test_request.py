@@ -14,7 +14,7 @@ NOT_SECONDS = [-1, -1e-9, math.nan, math.inf, -math.inf, True, False, "0", 10**4
 
 @pytest.mark.parametrize("identity", ["", None, 7, b"a", True])
 def test_an_id_that_is_no_text_is_refused(identity):
-    with pytest.raises(ValueError, match="id is .*must be a text that is not empty") as refusal:
+    with pytest.raises(ValueError, match=r"id is .*must be a text that is not empty") as refusal:
         Request(identity, 1, 1)
     assert repr(identity) in str(refusal.value)
 

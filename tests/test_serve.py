@@ -1,0 +1,336 @@
+"""The loop: arrivals and the virtual clock, ties, refusals, and nothing but the arguments in the outcome."""
+
+import datetime
+import hashlib
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from hygiene import ROOT
+
+from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies
+from cbresearch.costs import Linear
+from cbresearch.plan import StepResult
+from cbresearch.request import Refusal
+from cbresearch.serve import serve
+from cbresearch.simulator import UNIT_STEP, CostExecutor
+
+BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release"]
+
+
+def run(requests, policy="fcfs", *, executor=None, on_step=None, seats=8, budget=64, num_blocks=64):
+    scheduler = Scheduler(policies.get(policy), SchedulerConfig(seats, budget), CacheConfig(num_blocks, 1))
+    return serve(requests, scheduler, executor or CostExecutor(UNIT_STEP), on_step=on_step)
+
+
+def order_of_service(trace):
+    return [admission.request.id for step in trace.steps for admission in step.plan.admitted]
+
+
+def random_workload(seed):
+    generator = random.Random(seed)
+    return [
+        Request(
+            f"request {place}",
+            generator.randint(1, 20),
+            generator.randint(1, 9),
+            arrival=round(generator.uniform(0, 9), 2),
+        )
+        for place in range(12)
+    ]
+
+
+# --- arrivals and the clock
+
+
+def test_the_clock_jumps_to_the_next_arrival_when_there_is_nothing_to_do():
+    trace = run([Request("a", 1, 2, arrival=3.0), Request("b", 1, 1, arrival=100.25)])
+    assert [(step.start, step.end) for step in trace.steps] == [(3.0, 4.0), (4.0, 5.0), (100.25, 101.25)]
+    assert [record.first_scheduled for record in trace.requests] == [3.0, 100.25]
+    assert trace.requests[0].token_times == (4.0, 5.0)
+    assert trace.duration == 101.25
+
+
+def test_a_request_that_arrives_as_a_step_ends_joins_the_next_and_one_during_a_step_waits():
+    requests = [
+        Request("a", 1, 5),
+        Request("at the end", 1, 1, arrival=1.0),
+        Request("a moment later", 1, 1, arrival=math.nextafter(1.0, 2.0)),
+    ]
+    trace = run(requests)
+    assert [record.first_scheduled for record in trace.requests] == [0.0, 1.0, 2.0]
+
+
+def test_every_arrival_of_a_long_step_is_there_for_the_next():
+    requests = [Request("a", 1, 2), *(Request(str(place), 1, 1, arrival=place) for place in range(1, 6))]
+    trace = run(requests, executor=CostExecutor(Linear(step=5.0)))
+    assert order_of_service(trace) == ["a", "1", "2", "3", "4", "5"]
+    assert {record.first_scheduled for record in trace.requests[1:]} == {5.0}
+
+
+def test_steps_follow_one_another_without_overlap():
+    trace = run(random_workload(1), executor=CostExecutor(Linear(step=0.1, token=0.01)))
+    for earlier, later in zip(trace.steps, trace.steps[1:], strict=False):
+        assert later.start >= earlier.end
+        if later.start > earlier.end:
+            assert later.start in {record.arrival for record in trace.requests}
+
+
+def test_nobody_is_served_before_arrival_and_each_token_comes_at_the_end_of_its_step():
+    trace = run(random_workload(2), seats=3)
+    for record in trace.requests:
+        assert record.first_scheduled >= record.arrival
+        ends = [
+            step.end
+            for step in trace.steps
+            for entry in step.plan.scheduled
+            if entry.request_id == record.id and entry.samples
+        ]
+        assert list(record.token_times) == ends
+
+
+# --- order
+
+
+def test_requests_that_arrive_together_are_served_in_the_order_given():
+    requests = [Request(name, 1, 1, arrival=2.5) for name in "dacb"]
+    assert order_of_service(run(requests, seats=1)) == ["d", "a", "c", "b"]
+
+
+def test_requests_are_served_by_arrival_and_recorded_in_the_order_given():
+    requests = [
+        Request("late", 1, 1, arrival=0.5),
+        Request("middle", 1, 1, arrival=0.25),
+        Request("first", 1, 1),
+    ]
+    trace = run(requests, seats=1)
+    assert order_of_service(trace) == ["first", "middle", "late"]
+    assert [record.id for record in trace.requests] == ["late", "middle", "first"]
+
+
+def test_the_order_in_which_requests_are_given_matters_to_ties_alone():
+    requests = random_workload(3)
+    times = [request.arrival for request in requests]
+    assert len(set(times)) == len(times)
+    shuffled = random.Random(0).sample(requests, len(requests))
+    assert run(requests, seats=3).steps == run(shuffled, seats=3).steps
+
+
+# --- refusals
+
+
+class Fussy(CostExecutor):
+    """Refuse what a model would."""
+
+    def check(self, request):
+        if request.id.startswith("odd"):
+            raise ValueError(f"request {request.id!r}: odd")
+
+
+def test_refusals_keep_their_place_and_their_reason_while_the_others_are_served():
+    requests = [
+        Refusal("line", "line 1: not JSON", 4.0),
+        Request("a", 2, 3),
+        Request("odd one", 2, 3, client="c"),
+        Request("long", 99, 9, arrival=7.0),
+        Request("a", 1, 1),
+        Request("text", "not resolved", 2),
+        Request("b", 2, 2),
+    ]
+    trace = run(requests, executor=Fussy(UNIT_STEP))
+    assert [record.id for record in trace.requests] == [request.id for request in requests]
+    assert [record.arrival for record in trace.requests] == [4.0, 0.0, 0.0, 7.0, 0.0, 0.0, 0.0]
+    errors = [record.error for record in trace.requests]
+    assert errors[0] == "line 1: not JSON"
+    assert errors[2] == "request 'odd one': odd"
+    assert [error is None for error in errors] == [False, True, False, False, False, False, True]
+    for place in (3, 4, 5):
+        assert repr(requests[place].id) in errors[place]
+    assert [record.num_prompt_tokens for record in trace.requests] == [None, 2, 2, 99, 1, None, 2]
+    assert [record.max_tokens for record in trace.requests] == [None, 3, 3, 9, 1, 2, 2]
+    assert trace.requests[2].client == "c"
+    assert [record.id for record in trace.served] == ["a", "b"]
+    assert set(trace.outputs) == {"a", "b"}
+    assert [len(record.tokens) for record in trace.requests] == [0, 3, 0, 0, 0, 0, 2]
+
+
+def test_the_arrival_of_a_refused_request_takes_no_step_and_no_time():
+    alone = [Request("a", 1, 2), Request("b", 1, 2, arrival=9.0)]
+    refused = [
+        Refusal("x", "bad", 4.0),
+        Request("long", 99, 9, arrival=5.0),
+        Request("late", 99, 9, arrival=77.0),
+    ]
+    assert run([*alone, *refused]).steps == run(alone).steps
+
+
+def test_a_duplicate_that_arrives_first_is_the_one_that_is_served():
+    requests = [Request("a", 1, 2, arrival=5.0), Request("a", 1, 3, arrival=1.0)]
+    trace = run(requests)
+    assert [record.error is None for record in trace.requests] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "requests", [[], [Refusal("a", "why")], [Request("a", 99, 9)]], ids=["none", "refused", "long"]
+)
+def test_a_run_that_serves_nobody_has_no_steps_and_takes_no_time(requests):
+    trace = run(requests)
+    assert trace.steps == ()
+    assert trace.duration == 0
+    assert len(trace.requests) == len(requests)
+
+
+def test_requests_may_come_from_a_generator():
+    assert run(request for request in random_workload(4)).steps == run(random_workload(4)).steps
+
+
+# --- watching, and executors that fail
+
+
+def test_on_step_sees_each_record_once_as_it_comes():
+    seen = []
+    trace = run(random_workload(5), on_step=seen.append)
+    assert tuple(seen) == trace.steps
+
+
+def test_a_trace_names_the_policy_and_the_limits():
+    trace = run([Request("a", 1, 1)], "sjf", seats=3, budget=5, num_blocks=7)
+    assert (trace.policy, trace.scheduler, trace.cache) == ("sjf", SchedulerConfig(3, 5), CacheConfig(7, 1))
+
+
+def test_an_executor_that_fails_stops_the_run_with_its_own_error():
+    class Broken(CostExecutor):
+        def execute(self, plan):
+            if plan.step == 2:
+                raise FloatingPointError("not finite")
+            return super().execute(plan)
+
+    with pytest.raises(FloatingPointError, match="not finite"):
+        run([Request("a", 1, 5)], executor=Broken(UNIT_STEP))
+
+
+@pytest.mark.parametrize("duration", [math.nan, -1.0, -1e-9, math.inf])
+def test_a_step_that_takes_no_real_time_stops_the_run_and_names_the_step(duration):
+    requests = [Request("a", 1, 2), Request("b", 1, 2, arrival=5.0)]
+    steps = []
+
+    def cost(plan):
+        steps.append(plan)
+        assert len(steps) < 9, "the run does not come to an end"
+        return duration if plan.step == 1 else 1.0
+
+    with pytest.raises(ValueError, match=f"step 1.*{duration}"):
+        run(requests, executor=CostExecutor(cost))
+
+
+def test_steps_that_take_no_time_are_allowed():
+    trace = run(random_workload(6), executor=CostExecutor(lambda plan: 0.0))
+    assert all(record.finish_reason for record in trace.requests)
+    assert trace.duration == max(record.arrival for record in trace.requests)
+
+
+def test_a_token_that_the_executor_says_ends_the_output_ends_it():
+    class Ending(CostExecutor):
+        def execute(self, plan):
+            result = super().execute(plan)
+            return StepResult(result.duration, result.tokens, frozenset({"a"} if plan.step == 2 else ()))
+
+    trace = run([Request("a", 1, 9), Request("b", 1, 5)], executor=Ending(UNIT_STEP))
+    assert [(len(record.tokens), record.finish_reason) for record in trace.requests] == [
+        (3, "stop"),
+        (5, "length"),
+    ]
+
+
+# --- nothing but the arguments decides
+
+
+def test_the_wall_clock_does_not_reach_a_simulated_run(monkeypatch):
+    cost = Linear(step=0.01, token=0.003, context=0.0001)
+    plain = run(random_workload(7), executor=CostExecutor(cost), seats=3)
+
+    def forbidden(*_):
+        raise AssertionError("the wall clock was read")
+
+    with monkeypatch.context() as patch:
+        for name in (
+            "time",
+            "perf_counter",
+            "monotonic",
+            "process_time",
+            "time_ns",
+            "perf_counter_ns",
+            "sleep",
+        ):
+            patch.setattr(time, name, forbidden)
+        patch.setattr(datetime, "datetime", SimpleNamespace(now=forbidden, utcnow=forbidden))
+        patched = run(random_workload(7), executor=CostExecutor(cost), seats=3)
+    assert patched == plain
+
+
+def test_the_module_level_random_generator_neither_decides_nor_is_used():
+    random.seed(1)
+    before = random.getstate()
+    first = [run(random_workload(8), name, num_blocks=30) for name in BUILT_IN]
+    assert random.getstate() == before
+    random.seed(2)
+    assert [run(random_workload(8), name, num_blocks=30) for name in BUILT_IN] == first
+
+
+DIGEST = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_serve import digest
+
+print(digest())
+"""
+
+
+def digest():
+    """Hash all that a run leaves behind, under each policy, in a pool that preempts."""
+    sha = hashlib.sha256()
+    preemptions = 0
+    for name in BUILT_IN:
+        cost = CostExecutor(Linear(step=0.7, token=0.013, context=0.0007))
+        trace = run(random_workload(9), name, executor=cost, num_blocks=30)
+        preemptions += sum(record.num_preemptions for record in trace.requests)
+        rows = [record.row() for record in (*trace.steps, *trace.requests)]
+        for part in (trace.to_json(), trace.to_chrome(), rows, repr(trace)):
+            sha.update(json.dumps(part, allow_nan=False).encode())
+    assert preemptions
+    return sha.hexdigest()
+
+
+def test_a_run_has_the_same_bytes_in_other_processes_under_other_hash_seeds():
+    digests = {digest()}
+    for seed in ("0", "1"):
+        result = subprocess.run(
+            [sys.executable, "-c", DIGEST, str(ROOT / "tests")],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        digests.add(result.stdout.strip())
+    assert len(digests) == 1
+
+
+def test_a_policy_is_asked_at_the_time_of_each_step():
+    asked = []
+
+    class Clocked(Policy):
+        name = "clocked"
+
+        def propose(self, view):
+            asked.append(view.now)
+            return super().propose(view)
+
+    scheduler = Scheduler(Clocked(), SchedulerConfig(), CacheConfig(64, 1))
+    trace = serve(random_workload(10), scheduler, CostExecutor(Linear(step=0.3)))
+    assert asked == [step.start for step in trace.steps]

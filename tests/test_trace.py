@@ -1,0 +1,334 @@
+"""What a run leaves behind: rows, files that appear whole, the Chrome trace, and stays that fit the plans."""
+
+import csv
+import itertools
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from cbresearch import CacheConfig, Request, SchedulerConfig, metrics, simulate
+from cbresearch.costs import Linear
+from cbresearch.request import Refusal
+from cbresearch.trace import RequestRecord, Trace, write_csv, write_json, write_whole
+
+BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release"]
+LIMITS = SchedulerConfig(3, 9)
+POOL = CacheConfig(num_blocks=9, block_size=4)
+
+
+def random_run(policy, seed=0):
+    """Serve random requests, one of them refused, in a pool that preempts."""
+    generator = random.Random(seed)
+    requests = [
+        Request(str(place), generator.randint(1, 16), generator.randint(1, 16), generator.choice((0.0, 1.5)))
+        for place in range(12)
+    ]
+    requests.insert(4, Request("too long", 99, 9, arrival=2.5))
+    requests.insert(2, Refusal("line", 'line 3: "it" is not\nJSON, at all', 0.5))
+    return simulate(requests, policy, cost=Linear(0.5, 0.01, 0.001), scheduler=LIMITS, cache=POOL)
+
+
+@pytest.fixture(params=BUILT_IN, scope="module")
+def trace(request):
+    return random_run(request.param)
+
+
+def test_the_runs_looked_at_here_preempt_pad_and_refuse():
+    traces = {name: random_run(name) for name in BUILT_IN}
+    assert all(any(record.num_preemptions for record in trace.requests) for trace in traces.values())
+    assert any(step.plan.padding for step in traces["static"].steps)
+    assert all(len(trace.served) == len(trace.requests) - 2 for trace in traces.values())
+
+
+# --- rows
+
+
+def read_csv(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def test_times_are_named_with_their_unit_and_numbers_of_things_are_not(trace):
+    for record in (*trace.steps, *trace.requests):
+        for name, value in record.row().items():
+            assert isinstance(value, float) <= name.endswith("_s"), name
+            if name.endswith("_s"):
+                assert value is None or isinstance(value, float), name
+
+
+def test_a_csv_file_gives_back_every_row_with_none_as_an_empty_cell(trace, tmp_path):
+    for name in ("requests", "steps"):
+        rows = [record.row() for record in getattr(trace, name)]
+        write_csv(tmp_path / f"{name}.csv", rows)
+        read = read_csv(tmp_path / f"{name}.csv")
+        assert [list(row) for row in read] == [list(row) for row in rows]
+        for given, found in zip(rows, read, strict=True):
+            assert found == {key: "" if value is None else str(value) for key, value in given.items()}
+
+
+def test_frames_have_the_rows_and_the_columns_of_the_csv_files(trace):
+    for frame, records in ((trace.steps_frame(), trace.steps), (trace.requests_frame(), trace.requests)):
+        assert list(frame.columns) == list(records[0].row())
+        assert len(frame) == len(records)
+
+
+def test_a_step_row_counts_what_its_plan_holds(trace):
+    for record in trace.steps:
+        row, plan = record.row(), record.plan
+        prefill = [entry for entry in plan.scheduled if entry.is_prefill]
+        assert row["step"] == plan.step
+        assert (row["start_s"], row["duration_s"]) == (record.start, record.duration)
+        assert row["num_prefill_tokens"] == sum(entry.num_tokens for entry in prefill)
+        assert row["num_decode_tokens"] == len(plan.scheduled) - len(prefill)
+        assert row["num_tokens"] == row["num_prefill_tokens"] + row["num_decode_tokens"] + len(plan.padding)
+        contexts = [entry.start + entry.num_tokens for entry in plan.scheduled]
+        contexts += [padding.context_length for padding in plan.padding]
+        assert row["num_context_tokens"] == sum(contexts)
+        assert row["num_finished"] == len(record.finished)
+
+
+def test_step_rows_add_up_to_the_request_rows(trace):
+    steps = [record.row() for record in trace.steps]
+    requests = [record.row() for record in trace.requests]
+
+    def total(rows, name):
+        return sum(row[name] for row in rows)
+
+    assert total(steps, "num_sampled_tokens") == total(requests, "num_output_tokens")
+    assert total(steps, "num_preempted") == total(requests, "num_preemptions")
+    assert total(steps, "num_finished") == len(trace.served)
+    assert total(steps, "num_admitted") == len(trace.served) + total(steps, "num_preempted")
+    # Each output token but the last is fed back, and what a preemption threw away is computed again.
+    computed = total(steps, "num_prefill_tokens") + total(steps, "num_decode_tokens")
+    fed_back = total(requests, "num_output_tokens") - len(trace.served)
+    prompts = sum(record.num_prompt_tokens for record in trace.served)
+    assert computed == prompts + fed_back + total(requests, "num_recomputed_tokens")
+
+
+def test_a_request_row_has_the_definitions_of_its_times():
+    record = RequestRecord(
+        "a",
+        1.0,
+        5,
+        9,
+        first_scheduled=1.5,
+        tokens=(7, 7, 7),
+        token_times=(2.0, 3.0, 6.0),
+        finish_reason="stop",
+    )
+    assert (record.first_token, record.finish) == (2.0, 6.0)
+    assert (record.ttft, record.latency) == (1.0, 5.0)
+    assert record.tpot == (6.0 - 2.0) / 2
+    assert record.itl == (1.0, 3.0)
+
+
+@pytest.mark.parametrize("times", [(), (2.0,)])
+def test_what_a_request_does_not_define_is_none(times):
+    record = RequestRecord("a", 1.0, tokens=(7,) * len(times), token_times=times)
+    undefined = ["tpot", "finish", "latency"] + (["ttft", "first_token"] if not times else [])
+    assert [getattr(record, name) for name in undefined] == [None] * len(undefined)
+    assert record.itl == ()
+
+
+def test_a_refused_request_has_no_times_and_keeps_its_reason(trace):
+    rows = {row["id"]: row for row in (record.row() for record in trace.requests)}
+    for name in ("line", "too long"):
+        row = rows[name]
+        assert row["error"]
+        undefined = {key for key, value in row.items() if value is None}
+        assert undefined >= {
+            "first_token_s",
+            "finish_s",
+            "ttft_s",
+            "tpot_s",
+            "latency_s",
+            "first_scheduled_s",
+        }
+        assert row["num_output_tokens"] == 0
+
+
+# --- json
+
+
+def test_json_has_the_fields_that_others_script_against(trace):
+    value = json.loads(json.dumps(trace.to_json(), allow_nan=False))
+    assert value["policy"] == trace.policy
+    for given, found in zip(trace.requests, value["requests"], strict=True):
+        assert found == {
+            "id": given.id,
+            "tokens": list(given.tokens),
+            "arrival": given.arrival,
+            "first_token": given.first_token,
+            "finish": given.finish,
+            "preemptions": given.num_preemptions,
+            "error": given.error,
+        }
+
+
+def test_an_undefined_metric_is_null(tmp_path):
+    trace = simulate([Refusal("a", "why")])
+    write_json(tmp_path / "metrics.json", metrics.summary(trace))
+    found = json.loads((tmp_path / "metrics.json").read_text())
+    assert found["output_throughput_tokens_per_s"] is None
+    assert found["utilization"] is None
+    assert found["num_requests"] == found["num_refused"] == 1
+    assert {name: value for name, value in found.items() if value == 0}.keys() <= {
+        name for name in found if name.startswith("num_") or name.endswith("_n")
+    }
+
+
+# --- stays
+
+
+def stays_by_following_each_request(trace):
+    """Return who sat where, pieced together from one request's plan entries at a time."""
+    found = []
+    for record in trace.served:
+        stay = None
+        for step in trace.steps:
+            plan = step.plan
+            admissions = [entry for entry in plan.admitted if entry.request.id == record.id]
+            scheduled = [entry for entry in plan.scheduled if entry.request_id == record.id]
+            padding = [entry for entry in plan.padding if entry.request_id == record.id]
+            if record.id in plan.preempted:
+                found.append(tuple(stay))
+                stay = None
+            if admissions:
+                assert stay is None
+                stay = [record.id, admissions[0].seat, plan.step, plan.step, 0]
+            if scheduled or padding:
+                assert (scheduled or padding)[0].seat == stay[1]
+                stay[3] = plan.step
+                stay[4] += len(padding)
+        found.append(tuple(stay))
+    return found
+
+
+def test_stays_are_what_each_requests_entries_say(trace):
+    assert sorted(map(tuple, trace.stays())) == sorted(stays_by_following_each_request(trace))
+
+
+def test_stays_in_one_seat_do_not_overlap_and_there_are_as_many_as_admissions(trace):
+    stays = list(trace.stays())
+    assert len(stays) == sum(len(step.plan.admitted) for step in trace.steps)
+    assert sum(stay.num_padding_steps for stay in stays) == sum(
+        len(step.plan.padding) for step in trace.steps
+    )
+    for seat in range(LIMITS.max_num_seqs):
+        in_seat = sorted(stay[2:4] for stay in stays if stay.seat == seat)
+        assert all(earlier[1] < later[0] for earlier, later in itertools.pairwise(in_seat))
+
+
+# --- the Chrome trace
+
+
+def test_the_chrome_trace_has_a_track_a_seat_and_a_slice_a_stay(trace):
+    value = json.loads(json.dumps(trace.to_chrome(), allow_nan=False))
+    assert value["otherData"]["policy"] == trace.policy
+    events = {phase: [event for event in value["traceEvents"] if event["ph"] == phase] for phase in "MXC"}
+    assert sum(map(len, events.values())) == len(value["traceEvents"])
+    assert {event["tid"] for event in events["M"]} == set(range(LIMITS.max_num_seqs))
+    slices = [
+        (
+            event["name"],
+            event["tid"],
+            event["ts"] / 1e6,
+            (event["ts"] + event["dur"]) / 1e6,
+            event["args"]["padding_steps"],
+        )
+        for event in events["X"]
+    ]
+    expected = [
+        (stay.request_id, stay.seat, trace.steps[stay.first_step].start, trace.steps[stay.last_step].end)
+        for stay in trace.stays()
+    ]
+    for found, (name, seat, start, end) in zip(slices, expected, strict=True):
+        assert found[:2] == (name, seat)
+        assert found[2:4] == pytest.approx((start, end))
+        assert start < end
+    assert [found[4] for found in slices] == [stay.num_padding_steps for stay in trace.stays()]
+
+
+def test_the_chrome_trace_counts_requests_and_blocks_at_every_step(trace):
+    counters = [event for event in trace.to_chrome()["traceEvents"] if event["ph"] == "C"]
+    by_name = {
+        name: [event for event in counters if event["name"] == name] for name in {e["name"] for e in counters}
+    }
+    expected = {
+        "running requests": "num_running",
+        "waiting requests": "num_waiting",
+        "held KV blocks": "num_held_blocks",
+    }
+    assert set(by_name) == set(expected)
+    for name, field in expected.items():
+        assert [event["args"]["n"] for event in by_name[name]] == [
+            getattr(step, field) for step in trace.steps
+        ]
+        assert [event["ts"] for event in by_name[name]] == [step.start * 1e6 for step in trace.steps]
+
+
+def test_an_empty_trace_can_be_written_in_every_form():
+    trace = Trace("fcfs", LIMITS, POOL, (), ())
+    assert trace.duration == 0
+    assert list(trace.stays()) == []
+    assert len(trace.steps_frame()) == len(trace.requests_frame()) == 0
+    assert trace.to_json()["requests"] == []
+    assert all(event["ph"] == "M" for event in trace.to_chrome()["traceEvents"])
+
+
+# --- files
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_is_written_with_its_folder_and_replaces_the_one_before(tmp_path):
+    path = tmp_path / "new" / "folder" / "file.txt"
+    write_whole(path, "first, and longer")
+    write_whole(path, "second\r\nñ")
+    assert path.read_bytes() == "second\r\nñ".encode()
+    assert names(path.parent) == ["file.txt"]
+
+
+@pytest.mark.parametrize("before", [None, "as it was"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        # Half a surrogate pair cannot be encoded, and the text before it is long enough to be flushed.
+        lambda path: write_whole(path, "x" * 100_000 + "\ud800"),
+        lambda path: write_json(path, {"metric": math.nan}),
+        lambda path: write_json(path, {"metric": math.inf}),
+        lambda path: write_json(path, {"metric": object()}),
+        lambda path: write_csv(path, [{"a": 1}, {"a": 2, "b": 3}]),
+    ],
+    ids=["encoding", "nan", "infinity", "no json", "ragged rows"],
+)
+def test_a_file_that_cannot_be_written_leaves_what_was_there_and_nothing_beside_it(tmp_path, write, before):
+    path = tmp_path / "file.txt"
+    if before is not None:
+        path.write_text(before)
+    with pytest.raises((ValueError, TypeError)):
+        write(path)
+    assert names(tmp_path) == ([] if before is None else ["file.txt"])
+    assert before is None or path.read_text() == before
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+def test_a_write_that_is_broken_off_leaves_nothing(tmp_path, monkeypatch, error):
+    def broken(*_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", broken)
+        with pytest.raises(type(error)):
+            write_whole(tmp_path / "file.txt", "text")
+    assert names(tmp_path) == []
+
+
+def test_a_csv_file_of_no_rows_is_there(tmp_path):
+    write_csv(tmp_path / "rows.csv", [])
+    assert names(tmp_path) == ["rows.csv"]
