@@ -21,7 +21,7 @@ def test_an_id_that_is_no_text_is_refused(identity):
 
 @pytest.mark.parametrize(
     "prompt",
-    ["", 0, -1, -(10**30), [], (), True, False, None, 1.0, math.nan, [1.0], ["1"], [None], [[1]], object()],
+    ["", 0, -1, -(10**30), [], (), True, False, None, 1.0, math.nan, [1.0], ["1"], [None], [[1]], Exception],
     ids=repr,
 )
 def test_a_prompt_without_a_token_is_refused(prompt):
