@@ -14,6 +14,9 @@ from cbresearch.config import CacheConfig, ModelShape
 
 ATTENTION_NAME = "cbresearch_paged"
 
+# Arguments by which transformers' models change the scores.
+_NOT_APPLIED = ("softcap", "s_aux", "sliding_window")
+
 # A group of sequences costs this much more than its tokens, in elements of K gathered: the calls it takes.
 _GROUP_OVERHEAD_ELEMENTS = 32_768
 
@@ -170,7 +173,7 @@ def paged_attention(
     *,
     scaling: float | None = None,
     paged: PagedStep | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Write the step's keys and values into the pool and attend to what each query may see.
 
@@ -182,10 +185,21 @@ def paged_attention(
         attention_mask: Unused: the step says who sees what.
         scaling: Factor on the scores.
         paged: The step's layout.
+        **others: What else the model asks for; what would change the scores has to be None.
 
     Returns:
         `[1, num_tokens, num_heads, head_dim]` and no weights, as transformers expects.
+
+    Raises:
+        ValueError: The model needs a soft cap, attention sinks or a sliding window, which are not applied
+            here, or it was called outside a ModelExecutor.
     """
+    for name in _NOT_APPLIED:
+        if others.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} asks for {name}={others[name]!r}, which the paged attention does "
+                "not apply; take a model without it"
+            )
     if paged is None:
         raise ValueError(
             f"the attention {ATTENTION_NAME!r} runs only inside a ModelExecutor; restore the model's own"

@@ -16,11 +16,12 @@ from cbresearch import formulas, metrics
 from cbresearch import policies as policy_library
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
+from cbresearch.plan import Plan
 from cbresearch.request import Refusal, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve
-from cbresearch.simulator import CostExecutor, simulate
-from cbresearch.trace import StepRecord, Trace, write_csv, write_json
+from cbresearch.simulator import CostExecutor, roomy_pool, simulate
+from cbresearch.trace import RequestRecord, StepRecord, Trace, write_csv, write_json
 from cbresearch.workloads import load, resolve_prompts
 
 if TYPE_CHECKING:
@@ -117,15 +118,17 @@ class Comparison:
             folder / "results.json",
             {"environment": dict(self.environment), "runs": runs, "predictions": predictions},
         )
-        for name, records in (("requests.csv", "requests"), ("steps.csv", "steps")):
-            write_csv(
-                folder / name,
-                (
-                    {"policy": policy, **record.row()}
-                    for policy, trace in self.traces.items()
-                    for record in getattr(trace, records)
-                ),
-            )
+        requests = [
+            {"policy": policy, **record.row()}
+            for policy, trace in self.traces.items()
+            for record in trace.requests
+        ]
+        write_csv(folder / "requests.csv", ("policy", *RequestRecord("", 0.0).row()), requests)
+        steps = [
+            {"policy": policy, **step.row()} for policy, trace in self.traces.items() for step in trace.steps
+        ]
+        no_step = StepRecord(0.0, 0.0, Plan(0, ()), (), 0, 0, 0, 0)
+        write_csv(folder / "steps.csv", ("policy", *no_step.row()), steps)
 
 
 def compare(
@@ -333,18 +336,10 @@ def _limits(
     shape: ModelShape | None,
 ) -> tuple[SchedulerConfig, CacheConfig]:
     scheduler = scheduler or SchedulerConfig()
-    if num_blocks is None:
-        # Raises for a block size that cannot be, before it divides.
-        CacheConfig(1, block_size)
-        limit = shape.max_model_len if shape is not None and shape.max_model_len is not None else sys.maxsize
-        longest = (
-            min(limit, request.num_prompt_tokens + request.max_tokens)
-            for request in requests
-            if isinstance(request, Request)
-        )
-        blocks = sorted((-(-tokens // block_size) for tokens in longest), reverse=True)
-        num_blocks = max(1, sum(blocks[: scheduler.max_num_seqs]))
-    return scheduler, CacheConfig(num_blocks, block_size)
+    if num_blocks is not None:
+        return scheduler, CacheConfig(num_blocks, block_size)
+    limit = None if shape is None else shape.max_model_len
+    return scheduler, roomy_pool(requests, scheduler.max_num_seqs, block_size, limit)
 
 
 def _answers(

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,9 @@ def load(
         ValueError: The name is unknown, or no safetensors or GGUF weights are found under it.
     """
     if name == "tiny":
-        model, tokenizer = _tiny(), None
-    elif name == "smollm2-135m":
+        tiny = wrap(name, _tiny().to(device=device, dtype=dtype))
+        return replace(tiny, encode=_encode_bytes)
+    if name == "smollm2-135m":
         model, tokenizer = _from_folder(_smollm2_folder(), dtype, False)
     elif Path(name).is_dir() or "/" in name:
         model, tokenizer = _from_folder(name, dtype, trust_remote_code)
@@ -75,7 +76,7 @@ def load(
 
 
 def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedModel:
-    """Wrap a transformers model, and its tokenizer if it has one, for serving."""
+    """Wrap a transformers model for serving, and its tokenizer; without one it takes token ids only."""
     model.eval()
     shape = ModelShape.from_config(
         model.config.get_text_config().to_dict(),
@@ -84,10 +85,10 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
     )
     eos = model.generation_config.eos_token_id if model.generation_config else model.config.eos_token_id
     eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
-    if tokenizer is None:
-        return LoadedModel(name, model, shape, eos_token_ids, _encode_bytes, _decode_bytes)
 
     def encode(text: str) -> Sequence[int]:
+        if tokenizer is None:
+            raise ValueError(f"model {name!r} has no tokenizer; give the prompt as token ids or as a length")
         if tokenizer.chat_template is None:
             return list(tokenizer(text).input_ids)
         chat = [{"role": "user", "content": text}]
@@ -95,6 +96,8 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
         return list(tokenizer(rendered, add_special_tokens=False).input_ids)
 
     def decode(token_ids: Sequence[int]) -> str:
+        if tokenizer is None:
+            return " ".join(map(str, token_ids))
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     return LoadedModel(name, model, shape, eos_token_ids, encode, decode)
@@ -182,10 +185,13 @@ def _from_folder(
                 f"folder {str(source)!r} has no .safetensors or .gguf weights; other formats are not loaded"
             )
         files = {"gguf_file": quantized[0].name, **_dequantize()}
+    has_tokenizer = not folder.is_dir() or "gguf_file" in files or any(folder.glob("tokenizer*"))
     try:
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=trust_remote_code, **files
         )
+        if not has_tokenizer:
+            return model, None
         tokenizer_files = {"gguf_file": files["gguf_file"]} if "gguf_file" in files else {}
         tokenizer = AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code, **tokenizer_files
@@ -204,7 +210,3 @@ _FIRST_BYTE = 3
 def _encode_bytes(text: str) -> Sequence[int]:
     """Encode text for a model that has no tokenizer: a token a byte, behind the special tokens."""
     return [_FIRST_BYTE + byte for byte in text.encode("utf-8")]
-
-
-def _decode_bytes(token_ids: Sequence[int]) -> str:
-    return " ".join(str(token) for token in token_ids)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from heapq import nlargest
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
@@ -12,6 +13,8 @@ from cbresearch.request import Refusal, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.trace import StepRecord, Trace
+
+_MAX_ROOMY_TOKENS = 2**20
 
 UNIT_STEP = Linear(step=1.0)
 """One second a step, whatever is in it."""
@@ -58,6 +61,33 @@ class CostExecutor:
         return StepResult(self.cost(plan), tokens, frozenset(stopped))
 
 
+def roomy_pool(
+    requests: Iterable[Request | Refusal],
+    max_num_seqs: int,
+    block_size: int = 16,
+    max_model_len: int | None = None,
+) -> CacheConfig:
+    """Return a pool in which full seats can never run out of memory.
+
+    Args:
+        requests: Who comes; a text prompt counts nothing.
+        max_num_seqs: Seats.
+        block_size: Tokens per block.
+        max_model_len: Longest request in tokens that can be served, or None for no limit.
+    """
+    # Raises for a block size that cannot be, before it divides.
+    CacheConfig(1, block_size)
+    lengths = (
+        request.num_prompt_tokens + request.max_tokens
+        for request in requests
+        if isinstance(request, Request) and not isinstance(request.prompt, str)
+    )
+    # A length with too many zeros must not fill the host's memory with a pool: the request is refused.
+    longest = min(max_model_len or _MAX_ROOMY_TOKENS, _MAX_ROOMY_TOKENS)
+    blocks = nlargest(max_num_seqs, (-(-length // block_size) for length in lengths if length <= longest))
+    return CacheConfig(max(1, sum(blocks)), block_size)
+
+
 def simulate(
     requests: Iterable[Request | Refusal],
     policy: str | Policy = "fcfs",
@@ -80,7 +110,7 @@ def simulate(
     requests = list(requests)
     scheduler = scheduler or SchedulerConfig()
     if cache is None:
-        cache = CacheConfig(num_blocks=max(1, sum(_num_blocks(request) for request in requests)))
+        cache = roomy_pool(requests, scheduler.max_num_seqs)
     if isinstance(policy, str):
         name, policy = policy, policies.get(policy)
     else:
@@ -109,9 +139,3 @@ def replay(trace: Trace, requests: Iterable[Request | Refusal], policy: str | Po
     return replace(
         serve(again, Scheduler(policy, trace.scheduler, trace.cache), executor), policy=trace.policy
     )
-
-
-def _num_blocks(request: Request | Refusal, block_size: int = 16) -> int:
-    if isinstance(request, Refusal) or isinstance(request.prompt, str):
-        return 0
-    return -(-(request.num_prompt_tokens + request.max_tokens) // block_size)

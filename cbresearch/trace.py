@@ -308,14 +308,12 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def write_csv(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows that share their keys as a CSV file; None becomes an empty cell."""
-    rows = list(rows)
+def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
+    """Write rows as a CSV file with a header, even if there are none; None becomes an empty cell."""
     text = StringIO()
-    if rows:
-        writer = csv.DictWriter(text, fieldnames=list(rows[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    writer = csv.DictWriter(text, fieldnames=list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
     write_whole(path, text.getvalue())
 
 

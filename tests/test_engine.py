@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 import torch
 from conftest import generate_alone
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+)
 
 from cbresearch import models, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
@@ -288,3 +295,18 @@ def test_generation_config_lists_of_eos_tokens_are_read():
     model = models.load("tiny").model
     model.generation_config = GenerationConfig(eos_token_id=[5, 9])
     assert models.wrap("m", model).eos_token_ids == {5, 9}
+
+
+@pytest.mark.parametrize(
+    ("config", "asked"),
+    [
+        (Gemma2Config(head_dim=16, attn_logit_softcapping=50.0), "softcap=50.0"),
+        (MistralConfig(sliding_window=8), "sliding_window=8"),
+    ],
+)
+def test_a_model_whose_scores_the_paged_attention_would_get_wrong_is_refused(config, asked):
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    config.update({**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0})
+    loaded = models.wrap("m", AutoModelForCausalLM.from_config(config))
+    with pytest.raises(ValueError, match=f"{asked}, which the paged attention does not apply"):
+        run(loaded, [Request("r", (5, 6), 2)], "fcfs", SchedulerConfig(), CacheConfig(20))

@@ -217,16 +217,9 @@ def test_an_executor_that_fails_stops_the_run_with_its_own_error():
 
 @pytest.mark.parametrize("duration", [math.nan, -1.0, -1e-9, math.inf])
 def test_a_step_that_takes_no_real_time_stops_the_run_and_names_the_step(duration):
-    requests = [Request("a", 1, 2), Request("b", 1, 2, arrival=5.0)]
-    steps = []
-
-    def cost(plan):
-        steps.append(plan)
-        assert len(steps) < 9, "the run does not come to an end"
-        return duration if plan.step == 1 else 1.0
-
+    cost = CostExecutor(lambda plan: duration if plan.step == 1 else 1.0)
     with pytest.raises(ValueError, match=f"step 1.*{duration}"):
-        run(requests, executor=CostExecutor(cost))
+        run([Request("a", 1, 3)], executor=cost)
 
 
 def test_steps_that_take_no_time_are_allowed():

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,7 +63,7 @@ def test_times_are_named_with_their_unit_and_numbers_of_things_are_not(trace):
 def test_a_csv_file_gives_back_every_row_with_none_as_an_empty_cell(trace, tmp_path):
     for name in ("requests", "steps"):
         rows = [record.row() for record in getattr(trace, name)]
-        write_csv(tmp_path / f"{name}.csv", rows)
+        write_csv(tmp_path / f"{name}.csv", rows[0], rows)
         read = read_csv(tmp_path / f"{name}.csv")
         assert [list(row) for row in read] == [list(row) for row in rows]
         for given, found in zip(rows, read, strict=True):
@@ -222,6 +223,12 @@ def test_stays_in_one_seat_do_not_overlap_and_there_are_as_many_as_admissions(tr
         assert all(earlier[1] < later[0] for earlier, later in itertools.pairwise(in_seat))
 
 
+def test_the_first_steps_of_a_run_have_as_many_stays_as_admissions(trace):
+    for num_steps in range(len(trace.steps)):
+        begun = replace(trace, steps=trace.steps[:num_steps])
+        assert len(list(begun.stays())) == sum(len(step.plan.admitted) for step in begun.steps)
+
+
 # --- the Chrome trace
 
 
@@ -303,7 +310,7 @@ def test_a_file_is_written_with_its_folder_and_replaces_the_one_before(tmp_path)
         lambda path: write_json(path, {"metric": math.nan}),
         lambda path: write_json(path, {"metric": math.inf}),
         lambda path: write_json(path, {"metric": object()}),
-        lambda path: write_csv(path, [{"a": 1}, {"a": 2, "b": 3}]),
+        lambda path: write_csv(path, ["a"], [{"a": 1}, {"a": 2, "b": 3}]),
     ],
     ids=["encoding", "nan", "infinity", "no json", "ragged rows"],
 )
@@ -329,6 +336,6 @@ def test_a_write_that_is_broken_off_leaves_nothing(tmp_path, monkeypatch, error)
     assert names(tmp_path) == []
 
 
-def test_a_csv_file_of_no_rows_is_there(tmp_path):
-    write_csv(tmp_path / "rows.csv", [])
-    assert names(tmp_path) == ["rows.csv"]
+def test_a_csv_file_of_no_rows_has_its_header(tmp_path):
+    write_csv(tmp_path / "rows.csv", ["a", "b"], [])
+    assert (tmp_path / "rows.csv").read_text() == "a,b\n"
