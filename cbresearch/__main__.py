@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 scheduler=limits,
                 block_size=options.block_size,
                 num_blocks=options.num_blocks,
+                prefix_caching=not options.no_prefix_caching,
                 seed=options.seed,
                 trust_remote_code=options.trust_remote_code,
             )
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 scheduler=limits,
                 block_size=options.block_size,
                 num_blocks=options.num_blocks,
+                prefix_caching=not options.no_prefix_caching,
                 seed=options.seed,
             )
     except (ValueError, FloatingPointError, OSError) as error:
@@ -98,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     limits.add_argument(
         "--no-prefix-caching",
         action="store_true",
-        help="compute every prompt in full, as is always done so far",
+        help="compute every prompt in full, even where prompts begin alike",
     )
     limits.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of everything random (default 0)"

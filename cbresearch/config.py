@@ -22,6 +22,7 @@ class CacheConfig:
     Attributes:
         num_blocks: Number of blocks in the pool.
         block_size: Tokens per block.
+        prefix_caching: Keep full blocks for requests whose prompts begin alike.
 
     Raises:
         ValueError: A number is below 1.
@@ -29,6 +30,7 @@ class CacheConfig:
 
     num_blocks: int
     block_size: int = 16
+    prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         _require_positive("CacheConfig", num_blocks=self.num_blocks, block_size=self.block_size)

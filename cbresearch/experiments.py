@@ -127,7 +127,7 @@ class Comparison:
         steps = [
             {"policy": policy, **step.row()} for policy, trace in self.traces.items() for step in trace.steps
         ]
-        no_step = StepRecord(0.0, 0.0, Plan(0, ()), (), 0, 0, 0, 0)
+        no_step = StepRecord(0.0, 0.0, Plan(0, ()), (), 0, 0, 0, 0, 0)
         write_csv(folder / "steps.csv", ("policy", *no_step.row()), steps)
 
 
@@ -139,6 +139,7 @@ def compare(
     scheduler: SchedulerConfig | None = None,
     block_size: int = 16,
     num_blocks: int | None = None,
+    prefix_caching: bool = True,
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> Comparison:
@@ -151,6 +152,7 @@ def compare(
         scheduler: The limits of a step.
         block_size: Tokens per KV block.
         num_blocks: Blocks in the KV pool; by default as many as full seats can ever need.
+        prefix_caching: Share the KV of prompts that begin alike.
         seed: Seed of the workload.
         trust_remote_code: Allow code that ships with the weights to run.
 
@@ -166,7 +168,7 @@ def compare(
     loaded = models.load(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
     rng = np.random.default_rng(seed)
     requests = resolve_prompts(given, loaded.encode, loaded.shape.vocab_size, rng)
-    scheduler, cache = _limits(scheduler, block_size, num_blocks, requests, loaded.shape)
+    scheduler, cache = _limits(scheduler, block_size, num_blocks, prefix_caching, requests, loaded.shape)
     pool_bytes = 0
 
     def executor() -> Executor:
@@ -201,6 +203,7 @@ def compare_simulated(
     scheduler: SchedulerConfig | None = None,
     block_size: int = 16,
     num_blocks: int | None = None,
+    prefix_caching: bool = True,
     seed: int = 0,
 ) -> Comparison:
     """Serve a workload in the simulator, once under each policy.
@@ -212,6 +215,7 @@ def compare_simulated(
         scheduler: The limits of a step.
         block_size: Tokens per KV block.
         num_blocks: Blocks in the KV pool; by default as many as full seats can ever need.
+        prefix_caching: Share the KV of prompts that begin alike.
         seed: Seed of the workload.
 
     Raises:
@@ -219,7 +223,7 @@ def compare_simulated(
     """
     _check_policies(policies)
     requests = resolve_prompts(_given(workload, seed), None, None, np.random.default_rng(seed))
-    scheduler, cache = _limits(scheduler, block_size, num_blocks, requests, None)
+    scheduler, cache = _limits(scheduler, block_size, num_blocks, prefix_caching, requests, None)
     traces = _run(requests, policies, scheduler, cache, lambda: CostExecutor(cost))
     return Comparison(
         traces=traces,
@@ -332,14 +336,16 @@ def _limits(
     scheduler: SchedulerConfig | None,
     block_size: int,
     num_blocks: int | None,
+    prefix_caching: bool,
     requests: Sequence[Request | Refusal],
     shape: ModelShape | None,
 ) -> tuple[SchedulerConfig, CacheConfig]:
     scheduler = scheduler or SchedulerConfig()
     if num_blocks is not None:
-        return scheduler, CacheConfig(num_blocks, block_size)
+        return scheduler, CacheConfig(num_blocks, block_size, prefix_caching)
     limit = None if shape is None else shape.max_model_len
-    return scheduler, roomy_pool(requests, scheduler.max_num_seqs, block_size, limit)
+    pool = roomy_pool(requests, scheduler.max_num_seqs, block_size, limit)
+    return scheduler, replace(pool, prefix_caching=prefix_caching)
 
 
 def _answers(

@@ -42,15 +42,16 @@ class Summary:
 class TokenCounts(NamedTuple):
     """Tokens of the served requests, each kind counted apart.
 
-    When all are finished, computed = prompt + output − finished requests + recomputed, for the last token of
-    an output is never fed back.
+    When all are finished, computed = prompt + output − finished requests + recomputed − cached, for the last
+    token of an output is never fed back.
 
     Attributes:
         prompt: Tokens of the prompts.
         output: Tokens generated.
         prefill: Known tokens computed: prompts and, after a preemption, outputs again.
         decode: Newest tokens computed, one a request and step.
-        recomputed: Tokens whose KV a preemption threw away.
+        recomputed: Tokens computed again because a preemption threw their KV away.
+        cached: Prompt tokens whose KV was found in the prefix cache instead of being computed.
         padding: Rows of finished requests computed for nothing.
     """
 
@@ -59,6 +60,7 @@ class TokenCounts(NamedTuple):
     prefill: int
     decode: int
     recomputed: int
+    cached: int
     padding: int
 
     @property
@@ -256,8 +258,15 @@ def token_counts(trace: Trace) -> TokenCounts:
         prefill=sum(step.plan.num_prefill_tokens for step in trace.steps),
         decode=sum(step.plan.num_decode_tokens for step in trace.steps),
         recomputed=sum(record.num_recomputed_tokens for record in trace.served),
+        cached=sum(record.num_cached_tokens for record in trace.served),
         padding=sum(len(step.plan.padding) for step in trace.steps),
     )
+
+
+def prefix_hit_rate(trace: Trace) -> float | None:
+    """Return the share of prompt tokens whose KV was found in the prefix cache; None without prompts."""
+    counts = token_counts(trace)
+    return _ratio(counts.cached, counts.prompt)
 
 
 def speed_up(baseline: Trace, other: Trace) -> float | None:
@@ -296,6 +305,7 @@ def summary(trace: Trace, bytes_per_token: int | None = None) -> dict[str, float
         "peak_kv_tokens": peak_kv_tokens(trace),
         "peak_kv_bytes": None if bytes_per_token is None else peak_kv_bytes(trace, bytes_per_token),
         "mean_pool_use": mean_pool_use(trace),
+        "prefix_hit_rate": prefix_hit_rate(trace),
         **{f"num_{kind}_tokens": number for kind, number in counts._asdict().items()},
         "num_computed_tokens": counts.computed,
     }
@@ -340,6 +350,7 @@ def kpi_table(traces: Mapping[str, Trace], bytes_per_token: int | None = None) -
         timing("latency", "p99", "s", 1),
         peak,
         row("fragmentation", "%", "fragmentation", 100),
+        row("prefix hit rate", "%", "prefix_hit_rate", 100),
         row("preemptions", "", "num_preemptions"),
         row("requests served", "", "num_finished"),
         row("requests refused", "", "num_refused"),

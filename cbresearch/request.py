@@ -34,6 +34,7 @@ class Request:
         priority: Smaller is more urgent.
         client: Who asks, for fair-share policies.
         deadline: Seconds since the start of the run by which the answer is wanted.
+        cache_salt: Requests share cached prefixes only with requests of the same salt; None is a salt too.
         predicted_output: Number of output tokens that a predictor expects; all that a policy may know.
         output_length: Number of output tokens after which the answer really ends, where it is known
             beforehand (a trace, an earlier run). Only the simulator reads it; equality ignores it.
@@ -50,6 +51,7 @@ class Request:
     priority: int = 0
     client: str = ""
     deadline: float | None = None
+    cache_salt: str | None = None
     predicted_output: int | None = None
     output_length: int | None = field(default=None, compare=False)
 
@@ -112,6 +114,7 @@ class RequestState:
         num_preemptions: How often it lost its seat before it was finished.
         token_times: Seconds at which each output token came out.
         first_scheduled: Seconds at which it first got a seat, or None.
+        num_cached_tokens: Prompt tokens whose KV was found in the prefix cache when it first got a seat.
         num_recomputed_tokens: Tokens whose KV was thrown away and has to be computed again.
         scheduled_step: Index of the last step that served it, or -1.
         finish_reason: "stop" or "length" once finished.
@@ -120,6 +123,7 @@ class RequestState:
     __slots__ = (
         "finish_reason",
         "first_scheduled",
+        "num_cached_tokens",
         "num_computed_tokens",
         "num_preemptions",
         "num_prompt_tokens",
@@ -142,6 +146,7 @@ class RequestState:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
+        self.num_cached_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0
         self.output_token_ids: list[int] = []
@@ -154,6 +159,12 @@ class RequestState:
     def id(self) -> str:
         """Return the request's id."""
         return self.request.id
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """Return all known tokens, prompt and output; empty if of the prompt only the length is known."""
+        prompt = self.request.prompt
+        return (*prompt, *self.output_token_ids) if isinstance(prompt, tuple) else ()
 
     @property
     def num_output_tokens(self) -> int:

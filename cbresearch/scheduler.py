@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from cbresearch.blocks import BlockManager
+from cbresearch.blocks import BlockManager, Extra
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.plan import Admission, Padding, Plan, Scheduled, StepResult
 from cbresearch.policies import Policy
@@ -20,7 +20,8 @@ class Committed(NamedTuple):
         num_running: Unfinished requests with a seat while the step ran.
         num_waiting: Requests without a seat while the step ran.
         num_held_blocks: Blocks held while the step ran.
-        num_held_tokens: Tokens of unfinished requests whose KV lies in those blocks.
+        num_held_tokens: Tokens of unfinished requests whose KV lies in those blocks, shared ones once.
+        num_cached_blocks: Blocks that hold a cached prefix which nobody refers to.
     """
 
     finished: tuple[RequestState, ...]
@@ -28,6 +29,7 @@ class Committed(NamedTuple):
     num_waiting: int
     num_held_blocks: int
     num_held_tokens: int
+    num_cached_blocks: int
 
 
 class Scheduler:
@@ -128,10 +130,10 @@ class Scheduler:
                 continue
             if state.status is RequestStatus.RUNNING:
                 added = self._grow(state, num_tokens)
+                if added is not None:
+                    self._schedule(state, num_tokens, added)
             else:
-                added = self._admit(state, num_tokens)
-            if added is not None:
-                self._schedule(state, num_tokens, added)
+                self._admit(state, num_tokens)
         self._settle_queues(now)
         if not draft.scheduled and self.has_work:
             raise RuntimeError(self._why_stuck())
@@ -160,12 +162,15 @@ class Scheduler:
             now: Seconds since the start of the run, at the end of the step.
         """
         states, tokens = self._states, result.tokens
+        caching, block_size = self.blocks.config.prefix_caching, self.blocks.config.block_size
         finished: list[RequestState] = []
         for entry in plan.scheduled:
             request_id = entry.request_id
             state = states[request_id]
             state.num_computed_tokens = entry.start + entry.num_tokens
             self._held_tokens += entry.num_tokens
+            if caching and entry.context_length // block_size > entry.start // block_size:
+                self.blocks.enter(request_id, state.token_ids, entry.context_length, _extra(state.request))
             if entry.samples:
                 output = state.output_token_ids
                 output.append(tokens[request_id])
@@ -184,7 +189,8 @@ class Scheduler:
             len(self._running),
             len(self._waiting),
             self.blocks.num_held_blocks,
-            self._held_tokens,
+            self._num_held_tokens(),
+            self.blocks.num_cached_blocks,
         )
         if finished:
             self._finish(finished)
@@ -213,6 +219,19 @@ class Scheduler:
         assert held == self._held_tokens, f"{held} tokens are held, {self._held_tokens} counted"
         if not seated:
             assert self.blocks.num_held_blocks == 0, "blocks are held although nothing runs"
+
+    def _num_held_tokens(self) -> int:
+        """Count the tokens of unfinished requests in held blocks, shared ones once."""
+        if not self._kept:
+            return self._held_tokens - self.blocks.num_shared_tokens
+        # Some references are those of finished rows, whose tokens do not count.
+        size = self.blocks.config.block_size
+        in_block = {
+            block: min(size, state.num_computed_tokens - size * place)
+            for state in self._running
+            for place, block in enumerate(self.blocks.table(state.id))
+        }
+        return sum(in_block.values())
 
     def _schedule(self, state: RequestState, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
         start, draft = state.num_computed_tokens, self._plan
@@ -245,25 +264,37 @@ class Scheduler:
             added = self.blocks.allocate(state.request.id, needed)
         return added
 
-    def _admit(self, state: RequestState, num_tokens: int) -> tuple[int, ...] | None:
+    def _admit(self, state: RequestState, wanted: int) -> None:
         """Seat a waiting request if a seat and the blocks for all its known tokens are free."""
         draft = self._plan
         if draft.closed or not self._free_seats:
-            return None
+            return
         if self._waiting.get(state.id) is not state:
             raise ValueError(
                 f"policy {self.policy.name!r} proposed {state}; propose requests of the view only"
             )
-        if not self.blocks.can_allocate(state.id, state.num_tokens):
+        extra = _extra(state.request)
+        matched = self.blocks.match(state.token_ids, extra)
+        if not self.blocks.can_allocate(state.id, state.num_tokens, matched):
             draft.closed = True
-            return None
-        added = self.blocks.allocate(state.id, num_tokens)
+            return
+        num_cached = len(matched) * self.blocks.config.block_size
+        num_tokens = min(wanted, state.num_tokens - num_cached)
+        # Shared first: what was matched can then not be evicted to make room for the rest.
+        self.blocks.share(state.id, matched)
+        added = self.blocks.allocate(state.id, num_cached + num_tokens)
         assert added is not None
+        state.num_computed_tokens = num_cached
+        self._held_tokens += num_cached
+        if state.num_preemptions:
+            state.num_recomputed_tokens -= num_cached
+        else:
+            state.num_cached_tokens = num_cached
         state.seat = heappop(self._free_seats)
         state.status = RequestStatus.RUNNING
         draft.admitted[state.id] = (state, state.seat)
         self._running = [*self._running, state]
-        return added
+        self._schedule(state, num_tokens, matched + added)
 
     def _preempt(self, state: RequestState) -> None:
         """Take a request's seat and blocks, and its part of this step if it has one already."""
@@ -279,7 +310,10 @@ class Scheduler:
         if draft.admitted.pop(state.id, None) is None:
             draft.preempted.append(state)
             state.num_preemptions += 1
+        if state.num_preemptions:
             state.num_recomputed_tokens += state.num_computed_tokens
+        else:
+            state.num_cached_tokens = 0
         self._held_tokens -= state.num_computed_tokens
         state.num_computed_tokens = 0
         state.status = RequestStatus.WAITING
@@ -386,6 +420,11 @@ class _View:
     @property
     def block_size(self) -> int:
         return self._scheduler.blocks.config.block_size
+
+
+def _extra(request: Request) -> Extra:
+    """Return what beside its tokens tells a request's prefix apart."""
+    return () if request.cache_salt is None else (("salt", request.cache_salt),)
 
 
 def _overridden_served(policy: Policy) -> Callable[[RequestState, int], None] | None:

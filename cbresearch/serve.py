@@ -83,6 +83,7 @@ def serve(
                 committed.num_waiting,
                 committed.num_held_blocks,
                 committed.num_held_tokens,
+                committed.num_cached_blocks,
             )
         )
         if on_step is not None:
@@ -117,5 +118,6 @@ def _record(request: Request | Refusal, state: RequestState | None, error: str |
         token_times=tuple(state.token_times),
         finish_reason=state.finish_reason,
         num_preemptions=state.num_preemptions,
+        num_cached_tokens=state.num_cached_tokens,
         num_recomputed_tokens=state.num_recomputed_tokens,
     )

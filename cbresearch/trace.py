@@ -30,7 +30,9 @@ class StepRecord:
         num_running: Unfinished requests with a seat during the step.
         num_waiting: Requests without one.
         num_held_blocks: KV blocks held during the step.
-        num_held_tokens: Tokens of unfinished requests whose KV lies in them at the end of the step.
+        num_held_tokens: Tokens of unfinished requests whose KV lies in them at the end of the step, shared
+            ones counted once.
+        num_cached_blocks: KV blocks that hold a cached prefix which nobody refers to.
     """
 
     start: float
@@ -41,6 +43,7 @@ class StepRecord:
     num_waiting: int
     num_held_blocks: int
     num_held_tokens: int
+    num_cached_blocks: int
 
     @property
     def end(self) -> float:
@@ -68,6 +71,7 @@ class StepRecord:
             "num_waiting": self.num_waiting,
             "num_held_blocks": self.num_held_blocks,
             "num_held_tokens": self.num_held_tokens,
+            "num_cached_blocks": self.num_cached_blocks,
         }
 
 
@@ -86,7 +90,8 @@ class RequestRecord:
         token_times: Seconds at which each output token came out.
         finish_reason: "stop", "length", or None if it was refused or unfinished.
         num_preemptions: How often it lost its seat.
-        num_recomputed_tokens: Tokens whose KV was thrown away by preemptions.
+        num_cached_tokens: Prompt tokens whose KV was found in the prefix cache at first.
+        num_recomputed_tokens: Tokens computed again because preemptions threw their KV away.
         error: Why it was refused, or None.
     """
 
@@ -100,6 +105,7 @@ class RequestRecord:
     token_times: tuple[float, ...] = ()
     finish_reason: str | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
     error: str | None = None
 
@@ -152,6 +158,7 @@ class RequestRecord:
             "num_output_tokens": len(self.tokens),
             "max_tokens": self.max_tokens,
             "num_preemptions": self.num_preemptions,
+            "num_cached_tokens": self.num_cached_tokens,
             "num_recomputed_tokens": self.num_recomputed_tokens,
             "finish_reason": self.finish_reason,
             "error": self.error,
