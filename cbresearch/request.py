@@ -114,8 +114,9 @@ class RequestState:
         num_preemptions: How often it lost its seat before it was finished.
         token_times: Seconds at which each output token came out.
         first_scheduled: Seconds at which it first got a seat, or None.
-        num_cached_tokens: Prompt tokens whose KV was found in the prefix cache when it first got a seat.
-        num_recomputed_tokens: Tokens whose KV was thrown away and has to be computed again.
+        num_covered_tokens: Tokens whose KV it has had at any time, computed or found in the prefix cache.
+        num_cached_tokens: Prompt tokens whose KV was found in the prefix cache before it was ever computed.
+        num_recomputed_tokens: Tokens computed again because a preemption threw their KV away.
         scheduled_step: Index of the last step that served it, or -1.
         finish_reason: "stop" or "length" once finished.
     """
@@ -125,6 +126,7 @@ class RequestState:
         "first_scheduled",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_covered_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_recomputed_tokens",
@@ -146,6 +148,7 @@ class RequestState:
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
+        self.num_covered_tokens = 0
         self.num_cached_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_preemptions = 0

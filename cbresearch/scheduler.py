@@ -167,10 +167,15 @@ class Scheduler:
         for entry in plan.scheduled:
             request_id = entry.request_id
             state = states[request_id]
-            state.num_computed_tokens = entry.start + entry.num_tokens
+            end = entry.start + entry.num_tokens
+            state.num_computed_tokens = end
+            if entry.start < state.num_covered_tokens:
+                state.num_recomputed_tokens += min(end, state.num_covered_tokens) - entry.start
+            if end > state.num_covered_tokens:
+                state.num_covered_tokens = end
             self._held_tokens += entry.num_tokens
-            if caching and entry.context_length // block_size > entry.start // block_size:
-                self.blocks.enter(request_id, state.token_ids, entry.context_length, _extra(state.request))
+            if caching and end // block_size > entry.start // block_size:
+                self.blocks.enter(request_id, state.token_ids, end, _extra(state.request))
             if entry.samples:
                 output = state.output_token_ids
                 output.append(tokens[request_id])
@@ -286,10 +291,6 @@ class Scheduler:
         assert added is not None
         state.num_computed_tokens = num_cached
         self._held_tokens += num_cached
-        if state.num_preemptions:
-            state.num_recomputed_tokens -= num_cached
-        else:
-            state.num_cached_tokens = num_cached
         state.seat = heappop(self._free_seats)
         state.status = RequestStatus.RUNNING
         draft.admitted[state.id] = (state, state.seat)
@@ -310,10 +311,6 @@ class Scheduler:
         if draft.admitted.pop(state.id, None) is None:
             draft.preempted.append(state)
             state.num_preemptions += 1
-        if state.num_preemptions:
-            state.num_recomputed_tokens += state.num_computed_tokens
-        else:
-            state.num_cached_tokens = 0
         self._held_tokens -= state.num_computed_tokens
         state.num_computed_tokens = 0
         state.status = RequestStatus.WAITING
@@ -336,6 +333,10 @@ class Scheduler:
             del self._waiting[state.id]
             if state.first_scheduled is None:
                 state.first_scheduled = now
+            found = state.num_computed_tokens - state.num_covered_tokens
+            if found > 0:
+                state.num_cached_tokens += found
+                state.num_covered_tokens += found
         for state in self._plan.preempted:
             self._waiting[state.id] = state
             self._waiting.move_to_end(state.id, last=False)

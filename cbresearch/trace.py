@@ -90,7 +90,7 @@ class RequestRecord:
         token_times: Seconds at which each output token came out.
         finish_reason: "stop", "length", or None if it was refused or unfinished.
         num_preemptions: How often it lost its seat.
-        num_cached_tokens: Prompt tokens whose KV was found in the prefix cache at first.
+        num_cached_tokens: Prompt tokens whose KV was found in the prefix cache instead of being computed.
         num_recomputed_tokens: Tokens computed again because preemptions threw their KV away.
         error: Why it was refused, or None.
     """

@@ -37,10 +37,12 @@ def tiny():
 
 @pytest.fixture(scope="session")
 def alone(tiny) -> list[Alone]:
-    """Prompts of 1 to 48 tokens, each with 24 tokens of its continuation."""
+    """Prompts of 1 to 48 tokens, some of which begin alike, each with 24 tokens of its continuation."""
     rng = np.random.default_rng(7)
     lengths = [1, 2, 3, 15, 16, 17, 31, 32, 33, 48, *rng.integers(1, 48, size=10)]
     prompts = [tuple(rng.integers(3, 4096, size=length).tolist()) for length in lengths]
+    longest = prompts[9]
+    prompts += [longest[:32], longest[:33], longest[:20] + prompts[4], longest + prompts[3]]
     return [Alone(prompt, generate_alone(tiny.model, prompt, 24)) for prompt in prompts]
 
 

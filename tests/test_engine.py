@@ -77,19 +77,21 @@ def random_combination(seed, alone):
         expected,
         POLICIES[int(rng.integers(len(POLICIES)))],
         SchedulerConfig(int(rng.integers(1, 9)), int(rng.choice([7, 64, 2048]))),
-        CacheConfig(least_pool(requests, block_size) + spare, block_size),
+        CacheConfig(least_pool(requests, block_size) + spare, block_size, bool(rng.integers(2))),
     )
 
 
 @pytest.mark.parametrize("shard", range(NUM_SHARDS))
 def test_tokens_equal_generate_alone_under_random_schedules(shard, tiny, alone, top_two_gap):
-    num_preemptions = 0
+    num_preemptions = num_cached = 0
     for seed in range(shard, NUM_COMBINATIONS, NUM_SHARDS):
         requests, expected, policy, limits, cache = random_combination(seed, alone)
         trace = run(tiny, requests, policy, limits, cache)
         assert_served_as_alone(tiny, trace, expected, top_two_gap)
         num_preemptions += sum(record.num_preemptions for record in trace.requests)
+        num_cached += sum(record.num_cached_tokens for record in trace.requests)
     assert num_preemptions > 0, "no schedule of this shard preempts; draw smaller pools"
+    assert num_cached > 0, "no schedule of this shard finds a prefix in the cache; draw more prompts alike"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -284,7 +286,9 @@ def test_real_weights_give_the_tokens_of_generate_under_every_policy_block_size_
         for k, block_size in enumerate((1, 3, 16)):
             budget = (7, 64, 2048)[(n + k) % 3]
             spare = (0, 1, 100)[(n + 2 * k) % 3]
-            cache = CacheConfig(least_pool(requests, block_size) + spare, block_size)
+            cache = CacheConfig(
+                least_pool(requests, block_size) + spare, block_size, prefix_caching=k != n % 3
+            )
             trace = run(loaded, requests, policy, SchedulerConfig(3, budget), cache)
             assert_served_as_alone(loaded, trace, expected, top_two_gap)
             num_preemptions += sum(record.num_preemptions for record in trace.requests)

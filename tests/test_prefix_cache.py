@@ -21,7 +21,18 @@ from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import CostExecutor
 
-POLICIES = ("static", "static:release", "fcfs", "prefill_first", "sjf")
+
+class NewcomersFirst(policies.Policy):
+    """Admit before serving whoever runs, so that an admission can be undone within its step."""
+
+    name = "newcomers_first"
+
+    def propose(self, view):
+        yield from policies.joining(view, view.waiting)
+        yield from policies.whole(view.running)
+
+
+POLICIES = ("static", "static:release", "fcfs", "prefill_first", "sjf", NewcomersFirst)
 
 
 def pool(num_blocks, block_size=4, **options):
@@ -41,7 +52,9 @@ def hold(blocks, request_id, token_ids, extra=()):
 
 def serve_checked(requests, policy="fcfs", seats=8, budget=2048, num_blocks=100, block_size=4):
     scheduler = Scheduler(
-        policies.get(policy), SchedulerConfig(seats, budget), CacheConfig(num_blocks, block_size, True)
+        policies.get(policy) if isinstance(policy, str) else policy(),
+        SchedulerConfig(seats, budget),
+        CacheConfig(num_blocks, block_size, True),
     )
     trace = serve(requests, scheduler, CostExecutor(Linear(1.0)), on_step=lambda record: scheduler.check())
     assert scheduler.blocks.num_free_blocks == num_blocks
@@ -349,3 +362,21 @@ def test_only_a_new_table_can_begin_with_shared_blocks():
     blocks.allocate("b", 4)
     with pytest.raises(ValueError, match="'b' holds blocks already"):
         blocks.share("b", blocks.match((1,) * 9))
+
+
+def test_a_hit_reported_for_an_admission_that_was_undone_is_forgotten():
+    # "old" needs its next block in the step in which "new" was admitted on a hit, so "new" is put back.
+    requests = [
+        Request("seed", (1,) * 8, 1),
+        Request("old", (2,) * 4, 8, arrival=1.0),
+        Request("new", (1,) * 9, 1, arrival=2.0),
+    ]
+    trace = serve_checked(requests, NewcomersFirst, num_blocks=4)
+    admissions = [
+        step.plan.step for step in trace.steps for entry in step.plan.admitted if entry.request.id == "new"
+    ]
+    computed = sum(
+        entry.num_tokens for step in trace.steps for entry in step.plan.scheduled if entry.request_id == "new"
+    )
+    assert len(admissions) == 1 + trace.requests[2].num_preemptions
+    assert computed == 9 + trace.requests[2].num_recomputed_tokens - trace.requests[2].num_cached_tokens
