@@ -43,7 +43,7 @@ class StepRecord:
     num_waiting: int
     num_held_blocks: int
     num_held_tokens: int
-    num_cached_blocks: int
+    num_cached_blocks: int = 0
 
     @property
     def end(self) -> float:
