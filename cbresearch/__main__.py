@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     folder = Path(options.output)
     try:
-        _check_memory_options(options)
+        _check_options(options)
         # Before the work, so that an output folder that cannot be is not found out after it.
         folder.mkdir(parents=True, exist_ok=True)
         limits = SchedulerConfig(options.max_num_seqs, options.max_num_batched_tokens)
@@ -53,7 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if any(trace.served for trace in comparison.traces.values()) else 1
 
 
-def _check_memory_options(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
+    if options.seed < 0:
+        raise ValueError(f"--seed is {options.seed}; it must be 0 or more")
     if options.preemption == "swap" or options.host_blocks:
         raise ValueError(
             f"--preemption {options.preemption} with --host-blocks {options.host_blocks}: this version has "

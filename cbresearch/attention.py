@@ -1,5 +1,6 @@
 """The bridge into transformers: a paged KV cache, and an attention function that writes and reads it."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from cbresearch.config import CacheConfig, ModelShape
 ATTENTION_NAME = "cbresearch_paged"
 
 # Arguments by which transformers' models change the scores.
-_NOT_APPLIED = ("softcap", "s_aux", "sliding_window")
+_NOT_APPLIED = ("softcap", "s_aux")
 
 # A group of sequences costs this much more than its tokens, in elements of K gathered: the calls it takes.
 _GROUP_OVERHEAD_ELEMENTS = 32_768
@@ -33,6 +34,9 @@ class PagedCache:
         dtype: Element type.
         device: Where the pool lies.
         fill: Value to fill the pool with; None leaves it uninitialised, since nothing is read unwritten.
+
+    Raises:
+        ValueError: The device has no room for the pool.
     """
 
     def __init__(
@@ -46,7 +50,14 @@ class PagedCache:
     ) -> None:
         self.config = config
         size = (config.num_tokens, 2, shape.num_kv_heads, shape.head_dim)
-        self.kv = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        try:
+            self.kv = [torch.empty(size, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        except RuntimeError as error:
+            num_bytes = shape.num_layers * math.prod(size) * dtype.itemsize
+            raise ValueError(
+                f"a pool of {config.num_blocks} blocks of {config.block_size} tokens needs {num_bytes:,} "
+                f"bytes, which {device} does not have; lower num_blocks"
+            ) from error
         if fill is not None:
             for layer in self.kv:
                 layer.fill_(fill)
@@ -94,6 +105,7 @@ class PagedStep:
         cache: The pool.
         positions: int64 `[num_tokens]`: the position of each token in its sequence, on the host.
         slot_mapping: int64 `[num_tokens]`: the slot of each token.
+        max_context: Tokens of the longest context.
         rows: Groups of single-query sequences.
         chunks: Sequences with more queries.
     """
@@ -101,6 +113,7 @@ class PagedStep:
     cache: PagedCache
     positions: np.ndarray
     slot_mapping: Tensor
+    max_context: int
     rows: tuple[_Rows, ...]
     chunks: tuple[_Chunk, ...]
 
@@ -156,7 +169,7 @@ class PagedStep:
                 mask = mask.tril_(context - queries)
             chunks.append(_Chunk(end - int(num_tokens[sequence]), end, slots, mask))
         slot_mapping = to_device(slots_of(sequences, positions))
-        return cls(cache, positions, slot_mapping, tuple(rows), tuple(chunks))
+        return cls(cache, positions, slot_mapping, int(contexts.max()), tuple(rows), tuple(chunks))
 
 
 def batch_order(starts: np.ndarray, num_tokens: np.ndarray) -> np.ndarray:
@@ -173,6 +186,7 @@ def paged_attention(
     *,
     scaling: float | None = None,
     paged: PagedStep | None = None,
+    sliding_window: int | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
     """Write the step's keys and values into the pool and attend to what each query may see.
@@ -185,6 +199,7 @@ def paged_attention(
         attention_mask: Unused: the step says who sees what.
         scaling: Factor on the scores.
         paged: The step's layout.
+        sliding_window: Keys that a query sees at most; harmless as long as no context is longer.
         **others: What else the model asks for; what would change the scores has to be None.
 
     Returns:
@@ -197,9 +212,14 @@ def paged_attention(
     for name in _NOT_APPLIED:
         if others.get(name) is not None:
             raise ValueError(
-                f"{type(module).__name__} asks for {name}={others[name]!r}, which the paged attention does "
-                "not apply; take a model without it"
+                f"{type(module).__name__} asks for {name!r}, which the paged attention does not apply; "
+                "take a model without it"
             )
+    if sliding_window is not None and paged is not None and paged.max_context > sliding_window:
+        raise ValueError(
+            f"{type(module).__name__} has a sliding window of {sliding_window} tokens, which the paged "
+            f"attention does not apply, and a context is {paged.max_context} long"
+        )
     if paged is None:
         raise ValueError(
             f"the attention {ATTENTION_NAME!r} runs only inside a ModelExecutor; restore the model's own"

@@ -2,17 +2,27 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 _OPTIONAL = ("max_model_len", "vocab_size")
 
 
-def _require_positive(owner: str, **values: int | None) -> None:
-    for name, value in values.items():
+def _require_positive(owner: object, *names: str) -> None:
+    """Turn the named counts of a configuration into plain ints, whatever integer types they came as."""
+    for name in names:
+        value = getattr(owner, name)
         if value is None and name in _OPTIONAL:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{owner}: {name} is {value!r}; it must be an integer of at least 1")
+        try:
+            count = None if isinstance(value, bool) else index(value)
+        except TypeError:
+            count = None
+        if count is None or count < 1:
+            raise ValueError(
+                f"{type(owner).__name__}: {name} is {value!r}; it must be an integer of at least 1"
+            )
+        object.__setattr__(owner, name, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +43,7 @@ class CacheConfig:
     prefix_caching: bool = False
 
     def __post_init__(self) -> None:
-        _require_positive("CacheConfig", num_blocks=self.num_blocks, block_size=self.block_size)
+        _require_positive(self, "num_blocks", "block_size")
 
     @property
     def num_tokens(self) -> int:
@@ -59,12 +69,7 @@ class SchedulerConfig:
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(
-            "SchedulerConfig",
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-        )
+        _require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,30 +100,35 @@ class ModelShape:
     vocab_size: int | None = None
 
     def __post_init__(self) -> None:
-        _require_positive("ModelShape", **{name: getattr(self, name) for name in self.__slots__})
+        _require_positive(self, *self.__slots__)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelShape: {self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads"
             )
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], *, num_parameters: int, dtype_bytes: int) -> "ModelShape":
-        """Read a shape off a transformers config given as a mapping (`config.to_dict()`).
+    def from_config(cls, config: Any, *, num_parameters: int, dtype_bytes: int) -> "ModelShape":
+        """Read a shape off a transformers config, or off a mapping such as a `config.json`.
 
         Raises:
             ValueError: The config lacks a field that the shape needs.
         """
-        try:
-            num_heads = config["num_attention_heads"]
-            return cls(
-                num_layers=config["num_hidden_layers"],
-                num_heads=num_heads,
-                num_kv_heads=config.get("num_key_value_heads") or num_heads,
-                head_dim=config.get("head_dim") or config["hidden_size"] // num_heads,
-                num_parameters=num_parameters,
-                dtype_bytes=dtype_bytes,
-                max_model_len=config.get("max_position_embeddings"),
-                vocab_size=config.get("vocab_size"),
-            )
-        except KeyError as missing:
-            raise ValueError(f"the model's config has no {missing}; a decoder-only model is needed") from None
+
+        def read(name: str) -> Any:
+            return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+        needed = {name: read(name) for name in ("num_hidden_layers", "num_attention_heads", "hidden_size")}
+        for name, value in needed.items():
+            if value is None:
+                raise ValueError(f"the model's config has no {name!r}; a decoder-only model is needed")
+        num_heads = needed["num_attention_heads"]
+        return cls(
+            num_layers=needed["num_hidden_layers"],
+            num_heads=num_heads,
+            num_kv_heads=read("num_key_value_heads") or num_heads,
+            head_dim=read("head_dim") or needed["hidden_size"] // num_heads,
+            num_parameters=num_parameters,
+            dtype_bytes=dtype_bytes,
+            max_model_len=read("max_position_embeddings"),
+            vocab_size=read("vocab_size"),
+        )

@@ -59,6 +59,7 @@ class ModelExecutor:
                 "(workloads.resolve_prompts makes them from text or a length)"
             )
         shape = self.loaded.shape
+        window = getattr(self.loaded.model.config.get_text_config(), "sliding_window", None)
         if shape.vocab_size is not None:
             for token in request.prompt:
                 if not 0 <= token < shape.vocab_size:
@@ -73,14 +74,33 @@ class ModelExecutor:
                 f"{num_tokens} tokens, over the {shape.max_model_len} that {self.loaded.name!r} takes; "
                 "shorten the prompt or lower max_tokens"
             )
+        if window is not None and num_tokens > window:
+            raise ValueError(
+                f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.max_tokens} = "
+                f"{num_tokens} tokens, over the sliding window of {window} of {self.loaded.name!r}, which "
+                "the paged attention does not apply; shorten the prompt or lower max_tokens"
+            )
 
     def warm_up(self, num_seqs: int = 8, num_steps: int = 3) -> None:
-        """Run a few forwards before anything is measured, so that no first-time cost is in the numbers."""
+        """Run a few forwards before anything is measured, so that no first-time cost is in the numbers.
+
+        Raises:
+            ValueError: The model has layers that do not attend through the paged cache.
+        """
+        mark = 12345.0
+        for layer in self.cache.kv:
+            layer[0].fill_(mark)
         num_seqs = min(num_seqs, len(self._num_blocks), self.cache.config.num_blocks)
         blocks, ones = np.arange(num_seqs), np.ones(num_seqs, dtype=np.int64)
         for _ in range(num_steps):
             step = PagedStep.build(self.cache, blocks[:, None], np.zeros_like(ones), ones)
             self._forward(step, ones, blocks)
+        untouched = [place for place, layer in enumerate(self.cache.kv) if bool((layer[0] == mark).all())]
+        if untouched:
+            raise ValueError(
+                f"layers {untouched} of {self.loaded.name!r} do not attend through the paged cache; only "
+                "models that use transformers' attention interface in every layer can be served"
+            )
 
     def execute(self, plan: Plan) -> StepResult:
         """Carry out one step and time it, preparation included.

@@ -13,10 +13,10 @@ import numpy as np
 from tqdm.auto import tqdm
 
 from cbresearch import formulas, metrics
-from cbresearch import policies as policy_library
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.plan import Plan
+from cbresearch.policies import Policy, get
 from cbresearch.request import Refusal, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve
@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
     from cbresearch.models import LoadedModel
 
-Workload = str | Sequence[Request | Refusal]
+Workload = str | os.PathLike[str] | Sequence[Request | Refusal]
+Policies = str | Policy | Sequence[str | Policy]
 
 
 class Prediction(NamedTuple):
@@ -134,7 +135,7 @@ class Comparison:
 def compare(
     model: "str | LoadedModel",
     workload: Workload,
-    policies: Sequence[str] = ("static", "fcfs"),
+    policies: Policies = ("static", "fcfs"),
     *,
     scheduler: SchedulerConfig | None = None,
     block_size: int = 16,
@@ -148,7 +149,7 @@ def compare(
     Args:
         model: A model's name for `models.load`, or a model loaded already.
         workload: A preset, a workload file, or requests.
-        policies: Policy names, options included.
+        policies: Policy names, options included, or policies that have served nobody yet.
         scheduler: The limits of a step.
         block_size: Tokens per KV block.
         num_blocks: Blocks in the KV pool; by default as many as full seats can ever need.
@@ -160,7 +161,7 @@ def compare(
         ValueError: A name is unknown or a limit out of range.
         FloatingPointError: The model returned logits that are not finite.
     """
-    _check_policies(policies)
+    built = _built(policies)
     given = _given(workload, seed)
     from cbresearch import models
     from cbresearch.engine import ModelExecutor
@@ -178,18 +179,24 @@ def compare(
         pool_bytes = built.cache.num_bytes
         return built
 
-    traces = _run(requests, policies, scheduler, cache, executor)
+    traces = _run(requests, built, scheduler, cache, executor)
     bytes_per_token = formulas.kv_bytes_per_token(loaded.shape)
     return Comparison(
         traces=traces,
         environment=environment(
-            model=loaded.name, workload=_label(workload), seed=seed, device=str(loaded.model.device)
+            model=loaded.name,
+            workload=_label(workload),
+            seed=seed,
+            device=str(loaded.model.device),
+            dtype=str(loaded.model.dtype),
+            omp_num_threads=os.environ.get("OMP_NUM_THREADS", "default"),
         ),
         requests=tuple(requests),
         bytes_per_token=bytes_per_token,
         answers=_answers(given, traces, loaded.decode),
         predictions=(
-            *predictions(traces, requests),
+            *predictions(traces),
+            *_fitted(traces, requests),
             Prediction("KV pool (bytes)", bytes_per_token * cache.num_tokens, pool_bytes),
         ),
     )
@@ -197,7 +204,7 @@ def compare(
 
 def compare_simulated(
     workload: Workload,
-    policies: Sequence[str] = ("static", "fcfs"),
+    policies: Policies = ("static", "fcfs"),
     *,
     cost: CostModel,
     scheduler: SchedulerConfig | None = None,
@@ -210,7 +217,7 @@ def compare_simulated(
 
     Args:
         workload: A preset, a workload file, or requests; text counts as an estimate of its length.
-        policies: Policy names, options included.
+        policies: Policy names, options included, or policies that have served nobody yet.
         cost: The step time.
         scheduler: The limits of a step.
         block_size: Tokens per KV block.
@@ -221,36 +228,41 @@ def compare_simulated(
     Raises:
         ValueError: A name is unknown or a limit out of range.
     """
-    _check_policies(policies)
+    built = _built(policies)
     requests = resolve_prompts(_given(workload, seed), None, None, np.random.default_rng(seed))
     scheduler, cache = _limits(scheduler, block_size, num_blocks, prefix_caching, requests, None)
-    traces = _run(requests, policies, scheduler, cache, lambda: CostExecutor(cost))
+    traces = _run(requests, built, scheduler, cache, lambda: CostExecutor(cost))
     return Comparison(
         traces=traces,
         environment=environment(workload=_label(workload), seed=seed, cost=repr(cost)),
         requests=tuple(requests),
-        predictions=tuple(predictions(traces, requests)),
+        predictions=tuple(predictions(traces)),
     )
 
 
-def predictions(traces: Mapping[str, Trace], requests: Iterable[Request | Refusal]) -> list[Prediction]:
+def predictions(traces: Mapping[str, Trace]) -> list[Prediction]:
     """Predict what the first static and the first other run should have shown, from the output lengths alone.
 
     The closed forms assume that all requests are there from the start and that memory and the token budget
     never bind; where that is not so, the error says how much it matters.
     """
-    static = next((trace for name, trace in traces.items() if name.partition(":")[0] == "static"), None)
-    other = next((trace for name, trace in traces.items() if name.partition(":")[0] != "static"), None)
-    if static is None or other is None or not static.steps or not other.steps:
+    pair = _static_and_other(traces)
+    if pair is None:
         return []
+    static, other = pair
     lengths = [len(record.tokens) for record in static.served]
     seats = static.scheduler.max_num_seqs
     mean, longest = float(np.mean(lengths)), formulas.expected_max(lengths, seats)
     measured = metrics.speed_up(static, other)
     return [
         Prediction(
-            "static: utilization, E[X]/E[M_B]",
+            "static: utilization, endless queue of these lengths, E[X]/E[M_B]",
             formulas.static_utilization(mean, longest),
+            metrics.utilization(static),
+        ),
+        Prediction(
+            "static: utilization, this queue",
+            sum(lengths) / (seats * formulas.static_steps(lengths, seats)),
             metrics.utilization(static),
         ),
         Prediction(
@@ -267,11 +279,6 @@ def predictions(traces: Mapping[str, Trace], requests: Iterable[Request | Refusa
             measured,
         ),
         Prediction("speed-up, this queue, equal steps", formulas.finite_speed_up(lengths, seats), measured),
-        Prediction(
-            "speed-up, simulated with a fitted step time",
-            _simulated_speed_up(static, other, requests),
-            measured,
-        ),
     ]
 
 
@@ -294,7 +301,7 @@ def environment(**facts: object) -> dict[str, str]:
 
 def _run(
     requests: Sequence[Request | Refusal],
-    policies: Sequence[str],
+    policies: Sequence[Policy],
     scheduler: SchedulerConfig,
     cache: CacheConfig,
     executor: Callable[[], Executor],
@@ -303,33 +310,41 @@ def _run(
     # Asked for by hand, since tqdm's notebook bar does not read its own variable.
     quiet = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
     traces = {}
-    for name in policies:
-        with tqdm(total=num_requests, desc=name, unit="request", file=sys.stderr, disable=quiet) as bar:
+    for policy in policies:
+        with tqdm(
+            total=num_requests, desc=policy.name, unit="request", file=sys.stderr, disable=quiet
+        ) as bar:
 
             def advance(record: StepRecord, bar: "tqdm[Any]" = bar) -> None:
                 bar.update(len(record.finished))
                 bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
 
-            mechanism = Scheduler(policy_library.get(name), scheduler, cache)
-            traces[name] = replace(serve(requests, mechanism, executor(), on_step=advance), policy=name)
+            mechanism = Scheduler(policy, scheduler, cache)
+            traces[policy.name] = serve(requests, mechanism, executor(), on_step=advance)
     return traces
 
 
-def _check_policies(policies: Sequence[str]) -> None:
-    for place, name in enumerate(policies):
-        policy_library.get(name)
-        if name in policies[:place]:
-            raise ValueError(f"policy {name!r} is given twice; a run is known by its policy's name")
-    if not policies:
+def _built(policies: Policies) -> list[Policy]:
+    """Build the policies, and see that each has a name of its own."""
+    given = [policies] if isinstance(policies, str | Policy) else list(policies)
+    if not given:
         raise ValueError("no policy is given; name at least one, such as 'fcfs'")
+    built = [get(policy) if isinstance(policy, str) else policy for policy in given]
+    names = [policy.name for policy in built]
+    for place, name in enumerate(names):
+        if name in names[:place]:
+            raise ValueError(f"policy {name!r} is given twice; a run is known by its policy's name")
+    return built
 
 
 def _given(workload: Workload, seed: int) -> list[Request | Refusal]:
-    return load(workload, np.random.default_rng(seed)) if isinstance(workload, str) else list(workload)
+    if isinstance(workload, str | os.PathLike):
+        return load(workload, np.random.default_rng(seed))
+    return list(workload)
 
 
 def _label(workload: Workload) -> str:
-    return Path(workload).name if isinstance(workload, str) else f"{len(workload)} requests"
+    return Path(workload).name if isinstance(workload, str | os.PathLike) else f"{len(workload)} requests"
 
 
 def _limits(
@@ -360,12 +375,21 @@ def _answers(
     return tuple(answers)
 
 
-def _simulated_speed_up(static: Trace, other: Trace, requests: Iterable[Request | Refusal]) -> float | None:
-    """Fit one step time to both runs, and let the simulator say how they should compare."""
-    if sum(step.duration > 0 for step in (*static.steps, *other.steps)) < 3:
-        return None
-    cost = Linear.fit(static, other, context=True)
-    lengths = {record.id: len(record.tokens) for record in static.served}
+def _static_and_other(traces: Mapping[str, Trace]) -> tuple[Trace, Trace] | None:
+    """Return the first static run and the first other one that served somebody, if there are both."""
+    ran = [trace for trace in traces.values() if trace.steps]
+    static = next((trace for trace in ran if trace.policy.partition(":")[0] == "static"), None)
+    other = next((trace for trace in ran if trace.policy.partition(":")[0] != "static"), None)
+    return None if static is None or other is None else (static, other)
+
+
+def _fitted(traces: Mapping[str, Trace], requests: Iterable[Request | Refusal]) -> list[Prediction]:
+    """Fit one step time to the real runs, and let the simulator say how they should compare."""
+    pair = _static_and_other(traces)
+    if pair is None or sum(step.duration > 0 for trace in pair for step in trace.steps) < 3:
+        return []
+    cost = Linear.fit(*pair, context=True)
+    lengths = {record.id: len(record.tokens) for record in pair[0].served}
     known = [
         replace(request, output_length=lengths[request.id])
         for request in requests
@@ -373,6 +397,10 @@ def _simulated_speed_up(static: Trace, other: Trace, requests: Iterable[Request 
     ]
     again = [
         simulate(known, trace.policy, cost=cost, scheduler=trace.scheduler, cache=trace.cache)
-        for trace in (static, other)
+        for trace in pair
     ]
-    return metrics.speed_up(*again)
+    return [
+        Prediction(
+            "speed-up, simulated with a fitted step time", metrics.speed_up(*again), metrics.speed_up(*pair)
+        )
+    ]

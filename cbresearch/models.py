@@ -5,7 +5,7 @@ import importlib.util
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -59,7 +59,8 @@ def load(
         trust_remote_code: Allow code that ships with the weights to run.
 
     Raises:
-        ValueError: The name is unknown, or no safetensors or GGUF weights are found under it.
+        ValueError: The name is unknown, no safetensors or GGUF weights are found under it, or the engine
+            cannot serve such a model.
     """
     if name == "tiny":
         tiny = wrap(name, _tiny().to(device=device, dtype=dtype))
@@ -70,16 +71,22 @@ def load(
         model, tokenizer = _from_folder(name, dtype, trust_remote_code)
     else:
         near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"there is {' and '.join(map(repr, BUILT_IN))}"
-        raise ValueError(f"unknown model {name!r}; {hint} A local folder or a Hub id (org/model) works too")
+        hint = f"did you mean {near[0]!r}" if near else f"there is {' and '.join(map(repr, BUILT_IN))}"
+        raise ValueError(f"unknown model {name!r}; {hint}; a local folder or a Hub id (org/model) works too")
     return wrap(name, model.to(device=device, dtype=dtype), tokenizer)
 
 
 def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedModel:
-    """Wrap a transformers model for serving, and its tokenizer; without one it takes token ids only."""
+    """Wrap a transformers model for serving, and its tokenizer; without one it takes token ids only.
+
+    Raises:
+        ValueError: The engine cannot serve such a model.
+    """
     model.eval()
+    config = model.config.get_text_config()
+    _refuse_unsupported(name, config.to_dict())
     shape = ModelShape.from_config(
-        model.config.get_text_config().to_dict(),
+        config,
         num_parameters=model.num_parameters(),
         dtype_bytes=torch.finfo(model.dtype).bits // 8,
     )
@@ -101,6 +108,30 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
         return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     return LoadedModel(name, model, shape, eos_token_ids, encode, decode)
+
+
+def _refuse_unsupported(name: str, config: dict[str, Any]) -> None:
+    """Refuse what the engine would answer wrongly: recurrent layers, and positions that depend on company."""
+    kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ValueError(
+            f"model {name!r} has layers of the kinds {sorted(kinds)}, which keep no paged KV cache"
+        )
+    ropes = {"dynamic", "longrope"} & {str(value) for value in _leaves(config.get("rope_parameters"))}
+    if ropes:
+        raise ValueError(
+            f"model {name!r} scales its rotary positions by {ropes.pop()!r}, from the longest sequence in a "
+            "batch: its answers would depend on a request's company"
+        )
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the values of a mapping and of the mappings in it."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            yield from _leaves(inner)
+    else:
+        yield value
 
 
 def cache_folder() -> Path:

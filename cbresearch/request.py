@@ -1,10 +1,12 @@
 """A request: what a client asks for, and how far a server has come with it."""
 
 import enum
-import sys
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Integral, Real
 from operator import index
+from typing import Any
 
 Prompt = str | int | tuple[int, ...]
 
@@ -37,7 +39,8 @@ class Request:
         cache_salt: Requests share cached prefixes only with requests of the same salt; None is a salt too.
         predicted_output: Number of output tokens that a predictor expects; all that a policy may know.
         output_length: Number of output tokens after which the answer really ends, where it is known
-            beforehand (a trace, an earlier run). Only the simulator reads it; equality ignores it.
+            beforehand (a trace, an earlier run). It is for the simulator, and a policy that reads it cheats;
+            equality ignores it.
 
     Raises:
         ValueError: A field is out of range; the message names the request, the value and the remedy.
@@ -59,18 +62,14 @@ class Request:
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"a request's id is {self.id!r}; it must be a text that is not empty")
         object.__setattr__(self, "prompt", _checked_prompt(self.id, self.prompt))
-        if not _is_integer(self.max_tokens) or self.max_tokens < 1:
-            raise ValueError(
-                f"request {self.id!r}: max_tokens is {self.max_tokens!r}; it must be an integer of at least 1"
-            )
-        for name in ("arrival", "deadline"):
-            seconds = getattr(self, name)
-            if seconds is not None or name == "arrival":
-                _check_seconds(self.id, name, seconds)
-        for name in ("predicted_output", "output_length"):
+        for name, optional in (("max_tokens", False), ("predicted_output", True), ("output_length", True)):
             value = getattr(self, name)
-            if value is not None and (not _is_integer(value) or value < 1):
-                raise ValueError(f"request {self.id!r}: {name} is {value!r}; it must be at least 1, or None")
+            if value is not None or not optional:
+                object.__setattr__(self, name, _checked_count(self.id, name, value))
+        for name, optional in (("arrival", False), ("deadline", True)):
+            seconds = getattr(self, name)
+            if seconds is not None or not optional:
+                object.__setattr__(self, name, _checked_seconds(self.id, name, seconds))
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -200,18 +199,33 @@ class RequestState:
         )
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _checked_count(request_id: str, name: str, value: Any) -> int:
+    """Return a count as a plain int, whatever integer type it came as."""
+    try:
+        count = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        count = None
+    if count is None or count < 1:
+        raise ValueError(f"request {request_id!r}: {name} is {value!r}; it must be an integer of at least 1")
+    return count
 
 
-def _check_seconds(request_id: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= sys.float_info.max:
+def _checked_seconds(request_id: str, name: str, value: Any) -> float:
+    """Return a time as a plain float, whatever number type it came as."""
+    try:
+        seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        seconds = math.inf
+    if not 0 <= seconds < math.inf:
         raise ValueError(
             f"request {request_id!r}: {name} is {value!r}; it must be a finite number of seconds, 0 or more"
         )
+    return seconds
 
 
 def _checked_prompt(request_id: str, prompt: Prompt | Sequence[int]) -> Prompt:
+    if isinstance(prompt, Integral) and not isinstance(prompt, bool):
+        prompt = int(prompt)
     if isinstance(prompt, str | int) and not isinstance(prompt, bool):
         if not prompt or (isinstance(prompt, int) and prompt < 1):
             raise ValueError(f"request {request_id!r}: the prompt is {prompt!r}; give at least one token")

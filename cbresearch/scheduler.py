@@ -128,6 +128,10 @@ class Scheduler:
             num_tokens = min(wanted, state.num_tokens - state.num_computed_tokens, draft.budget)
             if num_tokens < 1:
                 continue
+            if type(num_tokens) is not int:
+                raise TypeError(
+                    f"policy {self.policy.name!r} proposed {wanted!r} tokens for {state}; give a whole number"
+                )
             if state.status is RequestStatus.RUNNING:
                 added = self._grow(state, num_tokens)
                 if added is not None:

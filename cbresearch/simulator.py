@@ -111,12 +111,8 @@ def simulate(
     scheduler = scheduler or SchedulerConfig()
     if cache is None:
         cache = roomy_pool(requests, scheduler.max_num_seqs)
-    if isinstance(policy, str):
-        name, policy = policy, policies.get(policy)
-    else:
-        name = policy.name
-    trace = serve(requests, Scheduler(policy, scheduler, cache), CostExecutor(cost), on_step=on_step)
-    return replace(trace, policy=name)
+    policy = policies.get(policy) if isinstance(policy, str) else policy
+    return serve(requests, Scheduler(policy, scheduler, cache), CostExecutor(cost), on_step=on_step)
 
 
 def replay(trace: Trace, requests: Iterable[Request | Refusal], policy: str | Policy) -> Trace:
@@ -124,18 +120,22 @@ def replay(trace: Trace, requests: Iterable[Request | Refusal], policy: str | Po
 
     The plans come out equal, step for step (`trace.steps[k].plan`), if nothing that schedules depends on
     the model except how long a step takes and where each output ends.
+
+    Args:
+        trace: The recorded run.
+        requests: Its requests, in the order in which they were given.
+        policy: Its policy.
     """
-    recorded = {record.id: record for record in trace.served}
-    again = [
-        replace(request, output_length=len(recorded[request.id].tokens))
-        if isinstance(request, Request)
-        and request.id in recorded
-        and recorded[request.id].finish_reason == "stop"
-        else request
-        for request in requests
-    ]
+    again: list[Request | Refusal] = []
+    for request, record in zip(requests, trace.requests, strict=True):
+        if record.error is not None or isinstance(request, Refusal):
+            # Whatever refused it then, it took no part.
+            again.append(Refusal(request.id, record.error or "", request.arrival))
+        else:
+            stopped = record.finish_reason == "stop"
+            again.append(replace(request, output_length=len(record.tokens) if stopped else None))
     policy = policies.get(policy) if isinstance(policy, str) else policy
     executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs)
-    return replace(
-        serve(again, Scheduler(policy, trace.scheduler, trace.cache), executor), policy=trace.policy
-    )
+    repeated = serve(again, Scheduler(policy, trace.scheduler, trace.cache), executor)
+    pairs = zip(trace.requests, repeated.requests, strict=True)
+    return replace(repeated, requests=tuple(old if old.error is not None else new for old, new in pairs))

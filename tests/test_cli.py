@@ -17,6 +17,7 @@ from cbresearch import Request, SamplingParams, SchedulerConfig
 from cbresearch.__main__ import main
 from cbresearch.experiments import compare, compare_simulated
 
+POLICIES = ["static", "static:release", "fcfs"]
 FILES = ["report.html", "requests.csv", "results.json", "steps.csv"]
 REQUEST_KEYS = {"id", "tokens", "arrival", "first_token", "finish", "preemptions", "error"}
 LINES = [
@@ -37,7 +38,7 @@ def simulate_arguments(folder, output=None, **changes):
     """Return a command line of the simulator; a change to None leaves an option out."""
     options = {
         "workload": folder / "workload.jsonl",
-        "policy": ["static", "fcfs"],
+        "policy": POLICIES,
         "cost": "linear:0.5,0.01,0.001",
         "output": folder / "output" if output is None else output,
         **changes,
@@ -112,7 +113,7 @@ def simulated(tmp_path_factory):
 def test_simulate_writes_the_files_that_others_script_against(simulated):
     assert simulated.status == 0
     assert files(simulated.folder / "output") == FILES
-    judge_shape(simulated, ["static", "fcfs"], len(LINES))
+    judge_shape(simulated, POLICIES, len(LINES))
 
 
 def test_a_malformed_line_costs_nobody_else_and_is_named_by_its_number(simulated):
@@ -132,9 +133,9 @@ def test_results_say_what_they_depend_on(simulated):
 def test_csv_columns_have_units_and_undefined_cells_are_empty(simulated):
     assert {"policy", "id", "arrival_s", "first_token_s", "finish_s", "error"} <= set(simulated.requests[0])
     assert {"policy", "step", "start_s", "duration_s", "num_tokens", "num_running"} <= set(simulated.steps[0])
-    (refused, _) = [row for row in simulated.requests if row["error"]]
+    refused = next(row for row in simulated.requests if row["error"])
     assert refused["first_token_s"] == refused["finish_s"] == refused["ttft_s"] == ""
-    (single, _) = [row for row in simulated.requests if row["num_output_tokens"] == "1"]
+    single = next(row for row in simulated.requests if row["num_output_tokens"] == "1")
     assert single["tpot_s"] == "" != single["ttft_s"]
 
 
@@ -189,7 +190,8 @@ def test_the_classic_numbers_are_predicted_and_measured_alike():
     assert static_steps[1:] == (91, 91)
     assert other_steps[1:] == (69, 69)
     assert static_steps.relative_error == 0
-    (finite,) = [row for name, row in rows.items() if "this queue" in name]
+    (finite,) = [row for name, row in rows.items() if name.startswith("speed-up, this queue")]
+    assert rows["static: utilization, this queue"].relative_error == pytest.approx(0)
     assert finite.predicted == pytest.approx(91 / 69)
     assert finite.measured == pytest.approx(91 / 69)
 
@@ -218,7 +220,7 @@ def test_a_policy_whose_steps_take_no_time_can_still_be_compared():
         ({"cost": "linear:fast"}, ["'linear:fast'", "linear:T0,T_TOKEN,T_CONTEXT"]),
         ({"cost": "linear:-1,0,0"}, ["-1.0", "none negative"]),
         ({"cost": "linear:0"}, ["not all 0"]),
-        ({"seed": -1}, ["non-negative"]),
+        ({"seed": -1}, ["--seed", "-1", "0 or more"]),
         ({"preemption": "swap"}, ["swap", "recompute"]),
         ({"host_blocks": 4}, ["4", "--host-blocks 0"]),
     ],
@@ -288,7 +290,7 @@ def nobody_fits(tmp_path_factory):
 def test_a_pool_too_small_for_anyone_ends_with_status_1_and_the_reasons_in_the_results(nobody_fits):
     assert nobody_fits.status == 1
     assert files(nobody_fits.folder / "output") == FILES
-    judge_shape(nobody_fits, ["static", "fcfs"], 3)
+    judge_shape(nobody_fits, POLICIES, 3)
     for run in nobody_fits.runs.values():
         assert [len(request["error"]) > 0 for request in run["requests"]] == [True] * 3
         for request in run["requests"][:2]:
@@ -496,6 +498,24 @@ def test_a_folder_with_pickled_weights_alone_is_refused_and_they_are_not_opened(
     assert not files(tmp_path / "output")
     pickle.loads((model / "pytorch_model.bin").read_bytes())
     assert mark.exists()
+
+
+def test_a_hub_id_is_asked_for_safetensors_without_code_and_its_failure_is_named(monkeypatch):
+    from cbresearch import models
+
+    asked = []
+
+    def refuse(source, **arguments):
+        asked.append((source, arguments))
+        raise OSError("no such repository")
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(ValueError, match=r"'org/model' could not be loaded.*no such repository"):
+        models.load("org/model")
+    ((source, arguments),) = asked
+    assert source == "org/model"
+    assert arguments["use_safetensors"] is True
+    assert arguments["trust_remote_code"] is False
 
 
 def test_code_that_lies_beside_the_weights_does_not_run_unasked(tmp_path, capsys):

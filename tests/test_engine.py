@@ -1,6 +1,7 @@
 """The answer never depends on the schedule: the engine against `model.generate` on each prompt alone."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,14 +12,18 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
+    Qwen3NextConfig,
 )
 
 from cbresearch import models, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
+from cbresearch.experiments import compare
 from cbresearch.formulas import kv_bytes_per_token
 from cbresearch.request import Request, SamplingParams
 from cbresearch.scheduler import Scheduler
@@ -113,6 +118,9 @@ def test_the_simulator_repeats_a_real_run_step_for_step(policy, spare, tiny, alo
     requests = [
         Request(f"r{n}", answer.prompt, 5 + 3 * (n % 7), arrival=0.01 * n) for n, answer in enumerate(alone)
     ]
+    # The model refuses the one, and does not care what the other says of its length.
+    requests[2:2] = [Request("too long", (5,) * 2048, 1), Request("r0", (5,), 1)]
+    requests[6] = replace(requests[6], output_length=1)
     # Outputs that end early, so that the simulator has to be told where.
     loaded = replace(tiny, eos_token_ids=frozenset(answer.continuation[6] for answer in alone[::3]))
     trace = run(
@@ -302,15 +310,58 @@ def test_generation_config_lists_of_eos_tokens_are_read():
 
 
 @pytest.mark.parametrize(
-    ("config", "asked"),
+    ("config", "problem"),
     [
-        (Gemma2Config(head_dim=16, attn_logit_softcapping=50.0), "softcap=50.0"),
-        (MistralConfig(sliding_window=8), "sliding_window=8"),
+        (Gemma2Config(head_dim=16, attn_logit_softcapping=50.0), "asks for 'softcap'"),
+        (Qwen3NextConfig(), "layers of the kinds ['linear_attention']"),
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "'dynamic'",
+        ),
     ],
 )
-def test_a_model_whose_scores_the_paged_attention_would_get_wrong_is_refused(config, asked):
+def test_a_model_that_would_be_answered_wrongly_is_refused(config, problem):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     config.update({**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0})
-    loaded = models.wrap("m", AutoModelForCausalLM.from_config(config))
-    with pytest.raises(ValueError, match=f"{asked}, which the paged attention does not apply"):
-        run(loaded, [Request("r", (5, 6), 2)], "fcfs", SchedulerConfig(), CacheConfig(20))
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        compare(models.wrap("m", AutoModelForCausalLM.from_config(config)), [Request("r", (5, 6), 2)], "fcfs")
+
+
+def test_a_request_longer_than_a_sliding_window_is_refused_and_a_shorter_one_is_served():
+    config = MistralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        sliding_window=8,
+    )
+    loaded = models.wrap("windowed", AutoModelForCausalLM.from_config(config))
+    requests = [Request("long", (5,) * 6, 3), Request("short", (5,) * 6, 2)]
+    trace = run(loaded, requests, "fcfs", SchedulerConfig(), CacheConfig(20))
+    assert "9 tokens, over the sliding window of 8" in trace.requests[0].error
+    assert trace.outputs["short"] == generate_alone(loaded.model, (5,) * 6, 2)
+
+
+def test_a_model_that_bypasses_the_attention_interface_is_refused(tiny):
+    limits, cache = SchedulerConfig(), CacheConfig(20)
+    executor = ModelExecutor(tiny, limits, cache)
+    layer = tiny.model.model.layers[1]
+    before = layer.self_attn.forward
+    layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    try:
+        with pytest.raises(ValueError, match=r"layers \[1\] of 'tiny' do not attend through the paged cache"):
+            executor.warm_up()
+    finally:
+        layer.self_attn.forward = before
+    executor.warm_up()
+
+
+def test_a_model_whose_config_uses_other_names_is_served():
+    torch.manual_seed(5)
+    loaded = models.wrap("gpt2", GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2)))
+    requests = [Request(str(n), tuple(range(3, 4 + 4 * n)), 6) for n in range(4)]
+    trace = run(loaded, requests, "fcfs", SchedulerConfig(3, 7), CacheConfig(20, 3))
+    for request in requests:
+        assert trace.outputs[request.id] == generate_alone(loaded.model, request.prompt, 6)

@@ -660,3 +660,40 @@ def test_every_candidate_for_a_preemption_runs_and_is_given_in_the_order_of_admi
     trace = run([request(name, 3, 4) for name in "abc"], Polite(), num_blocks=10)
     assert asked[0] == "abc"
     assert sum(len(step.plan.preempted) for step in trace.steps) == len(asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "keeps"), [("false", True), ("False", True), ("true", False), ("TRUE", False)]
+)
+def test_a_truth_value_may_be_written_in_any_case(text, keeps):
+    assert policies.get(f"static:release={text}").keeps_seats == keeps
+
+
+def test_an_option_of_a_false_kind_or_a_missing_one_is_refused_by_name():
+    with pytest.raises(ValueError, match="option release is 'maybe'; it must be True or False"):
+        policies.get("static:release=maybe")
+
+    class Needs(policies.Policy):
+        """Need an option."""
+
+        name = "needs an option"
+
+        def __init__(self, share):
+            self.share = share
+
+    policies.register(Needs)
+    try:
+        with pytest.raises(ValueError, match="needs the option 'share'"):
+            policies.get(Needs.name)
+        assert policies.get(f"{Needs.name}:share=0.5").share == 0.5
+    finally:
+        del policies._REGISTRY[Needs.name]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "sjf", "prefill_first", "static", "static:release"])
+def test_everyone_is_served_in_turn_when_the_budget_is_below_the_running_rows(policy):
+    requests = [Request(str(n), 1, 12) for n in range(6)]
+    trace = simulate(requests, policy, scheduler=SchedulerConfig(8, 4))
+    gaps = [gap for record in trace.requests for gap in record.itl]
+    assert max(gaps) <= 2
+    assert all(len(record.tokens) == 12 for record in trace.requests)

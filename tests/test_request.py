@@ -54,7 +54,7 @@ def test_an_arrival_is_needed_and_a_deadline_is_not():
 @pytest.mark.parametrize("name", ["predicted_output", "output_length"])
 @pytest.mark.parametrize("value", NOT_A_COUNT, ids=repr)
 def test_a_length_that_is_no_count_is_refused(name, value):
-    with pytest.raises(ValueError, match=f"request 'a': {name} is .*at least 1, or None") as refusal:
+    with pytest.raises(ValueError, match=f"request 'a': {name} is .*at least 1") as refusal:
         Request("a", 1, 1, **{name: value})
     assert repr(value) in str(refusal.value)
 
@@ -142,3 +142,11 @@ def test_a_request_prefills_until_only_its_newest_output_lacks_its_kv(computed, 
     state.num_tokens += generated
     state.num_computed_tokens = computed
     assert state.is_prefill == is_prefill
+
+
+def test_numbers_of_numpy_are_taken_as_plain_ones():
+    request = Request("a", np.int64(5), np.int32(3), arrival=np.float32(0.5), predicted_output=np.int8(2))
+    assert (request.prompt, request.max_tokens, request.arrival, request.predicted_output) == (5, 3, 0.5, 2)
+    kinds = [type(value) for value in (request.prompt, request.max_tokens, request.arrival)]
+    assert kinds == [int, int, float]
+    assert type(Request("a", np.arange(3), 1).prompt[0]) is int

@@ -138,6 +138,18 @@ def widths(collection):
     return [np.ptp(path.vertices[:, 0]) for path in collection.get_paths()]
 
 
+def area_steps(collection):
+    """Return the two values of a filled area in each interval between its edges."""
+    (path,) = collection.get_paths()
+    x, y = path.vertices[:-1].T
+    half = len(x) // 2
+    sides = (x[1:half], y[1:half]), (x[half + 1 :][::-1], y[half + 1 :][::-1])
+    # Two corners an interval, at its left and at its right edge, and the last edge once more.
+    assert all(list(x[:-1:2]) == list(np.unique(x))[:-1] for x, _ in sides)
+    first, second = (y[:-1:2] for _, y in sides)
+    return np.minimum(first, second), np.maximum(first, second)
+
+
 def num_served(trace):
     return sum(len(record.plan.scheduled) for record in trace.steps)
 
@@ -465,31 +477,34 @@ def test_ids_and_labels_with_formula_signs_are_drawn_as_they_are(hostile):
 def test_occupancy_figure_holds_the_useful_rows_and_their_mean(traces):
     fig = viz.occupancy(traces, time="step")
     for ax, trace in zip(fig.axes, traces.values(), strict=True):
-        useful = by_gid(ax, "useful").get_data()
-        assert list(useful.values) == [len(record.plan.scheduled) for record in trace.steps]
-        assert list(useful.edges) == list(range(len(trace.steps) + 1))
+        edges, useful = by_gid(ax, "useful").get_data()
+        assert list(useful[:-1]) == [len(record.plan.scheduled) for record in trace.steps]
+        assert list(edges) == list(range(len(trace.steps) + 1))
         mean = metrics.occupancy(trace)
         assert by_gid(ax, "mean").get_ydata()[0] == mean
         assert by_gid(ax, "seat limit").get_ydata()[0] == 8
         assert {text.get_text() for text in ax.texts} == {"8 seats", f"mean {mean:.1f}"}
-        padding = by_gid(ax, "padding").get_data()
-        assert sum(padding.values - padding.baseline) == num_padding(trace)
+        low, high = area_steps(by_gid(ax, "padding"))
+        assert list(low) == list(useful[:-1])
+        assert sum(high - low) == num_padding(trace)
     assert fig.get_suptitle() == "Useful rows on average: static 5.6, static:release 5.6, fcfs 7.4"
 
 
 def test_occupancy_falls_to_zero_while_nothing_runs():
     trace = simulate([Request("a", 1, 2, arrival=3.0), Request("b", 1, 2, arrival=10.0)], "fcfs")
-    useful = by_gid(viz.occupancy({"a": trace}).axes[0], "useful").get_data()
-    assert list(useful.values) == [0, 1, 1, 0, 1, 1]
-    assert list(useful.edges) == [0, 3, 4, 5, 10, 11, 12]
+    edges, useful = by_gid(viz.occupancy({"a": trace}).axes[0], "useful").get_data()
+    assert list(useful) == [0, 1, 1, 0, 1, 1, 1]
+    assert list(edges) == [0, 3, 4, 5, 10, 11, 12]
 
 
 def test_kv_figure_holds_blocks_tokens_pool_and_preemptions(preempting):
     trace = preempting["fcfs"]
     fig = viz.kv_memory(trace, time="step")
     (ax,) = fig.axes
-    assert list(by_gid(ax, "held").get_data().values) == [16 * r.num_held_blocks for r in trace.steps]
-    assert list(by_gid(ax, "valid").get_data().values) == [r.num_held_tokens for r in trace.steps]
+    held, valid = [16 * r.num_held_blocks for r in trace.steps], [r.num_held_tokens for r in trace.steps]
+    assert list(by_gid(ax, "held").get_ydata()[:-1]) == held
+    assert [list(side) for side in area_steps(by_gid(ax, "valid"))] == [[0] * len(valid), valid]
+    assert [list(side) for side in area_steps(by_gid(ax, "waste"))] == [valid, held]
     assert by_gid(ax, "pool").get_ydata()[0] == trace.cache.num_tokens
     assert len(by_gid(ax, "preempted").get_xdata()) == sum(bool(r.plan.preempted) for r in trace.steps)
     used = 1 - metrics.fragmentation(trace)

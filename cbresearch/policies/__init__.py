@@ -6,7 +6,7 @@ from ast import literal_eval
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from cbresearch.policies.base import Policy, Proposal, View, joining, whole
+from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, whole
 from cbresearch.policies.batching import PrefillFirst, Static
 from cbresearch.policies.size import ShortestJobFirst
 
@@ -19,6 +19,7 @@ __all__ = [
     "View",
     "available",
     "get",
+    "in_turn",
     "joining",
     "register",
     "whole",
@@ -64,7 +65,7 @@ def get(name: str) -> Policy:
     Options follow the name after a colon, separated by commas; one without a value means True.
 
     Raises:
-        ValueError: The name or an option is unknown; near misses are suggested.
+        ValueError: The name or an option is unknown (near misses are suggested), missing, or of a false kind.
     """
     base, _, options = name.partition(":")
     policy = _REGISTRY.get(base)
@@ -75,7 +76,19 @@ def get(name: str) -> Policy:
     for option in arguments:
         if option not in known:
             raise ValueError(f"policy {base!r} has no option {option!r}; {suggestion(option, known)}")
-    return policy(**arguments)
+    for option, parameter in known.items():
+        given = arguments.get(option, parameter.default)
+        if given is parameter.empty and parameter.kind not in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            raise ValueError(f"policy {base!r} needs the option {option!r}; write {base}:{option}=…")
+        if isinstance(parameter.default, bool) and not isinstance(given, bool):
+            raise ValueError(f"policy {base!r}: option {option} is {given!r}; it must be True or False")
+    built = policy(**arguments)
+    # The options are part of a run's name.
+    built.name = name
+    return built
 
 
 def suggestion(name: str, known: Mapping[str, Any]) -> str:
@@ -94,6 +107,8 @@ def _option(part: str) -> tuple[str, Any]:
     key, separator, text = part.partition("=")
     if not separator:
         return key, True
+    if text.lower() in ("true", "false"):
+        return key, text.lower() == "true"
     try:
         return key, literal_eval(text)
     except (ValueError, SyntaxError):

@@ -15,7 +15,10 @@ class View(Protocol):
 
     @property
     def waiting(self) -> Iterable[RequestState]:
-        """Requests without a seat: preempted ones first, then by arrival."""
+        """Requests without a seat when the step began: preempted ones first, then by arrival.
+
+        The queue itself moves only after the step; `itertools.islice` takes its head.
+        """
 
     @property
     def running(self) -> Sequence[RequestState]:
@@ -74,7 +77,7 @@ class Policy:
         The scheduler clips each proposal to what fits, and skips what does not. A generator sees the
         effect of a proposal when it resumes.
         """
-        yield from whole(view.running)
+        yield from whole(in_turn(view))
         yield from joining(view, view.waiting)
 
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
@@ -92,6 +95,13 @@ def whole(requests: Iterable[RequestState]) -> Iterator[Proposal]:
     """Propose each request with everything that it has pending."""
     for request in requests:
         yield request, request.num_tokens - request.num_computed_tokens
+
+
+def in_turn(view: View) -> Sequence[RequestState]:
+    """Return the running requests; whoever waited longest first, if the budget cannot serve them all."""
+    if len(view.running) <= view.token_budget:
+        return view.running
+    return sorted(view.running, key=lambda request: request.scheduled_step)
 
 
 def joining(view: View, requests: Iterable[RequestState]) -> Iterator[Proposal]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from cbresearch.policies.base import Policy, Proposal, View, joining, whole
+from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, whole
 from cbresearch.request import RequestState
 
 
@@ -21,6 +21,7 @@ class Static(Policy):
 
     def __init__(self, release: bool = False) -> None:
         self.keeps_seats = not release
+        self.name = "static:release" if release else "static"
         self._joining: list[RequestState] = []
 
     def propose(self, view: View) -> Iterator[Proposal]:
@@ -32,7 +33,7 @@ class Static(Policy):
         # Resumed with budget left: whoever is still outside did not fit the pool, so the batch is closed.
         self._joining = []
         if view.token_budget == view.max_num_batched_tokens:
-            yield from whole(view.running)
+            yield from whole(in_turn(view))
 
 
 class PrefillFirst(Policy):
@@ -45,4 +46,4 @@ class PrefillFirst(Policy):
         yield from whole([request for request in view.running if request.is_prefill])
         yield from joining(view, view.waiting)
         if view.token_budget == view.max_num_batched_tokens:
-            yield from whole(view.running)
+            yield from whole(in_turn(view))

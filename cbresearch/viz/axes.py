@@ -68,15 +68,10 @@ class Clock(NamedTuple):
             trace: The run.
             values: One value a step.
         """
-        heights: list[int] = []
-        edges = [0.0]
-        for start, end, value in zip(*self.edges(trace), values, strict=True):
-            if start > edges[-1]:
-                heights.append(0)
-                edges.append(float(start))
-            heights.append(value)
-            edges.append(float(end))
-        return np.array(heights), np.array(edges)
+        starts, ends = self.edges(trace)
+        idle = np.flatnonzero(starts > np.append(0.0, ends)[:-1])
+        heights = np.insert(np.array(values, dtype=int), idle, 0)
+        return heights, np.append(0.0, np.insert(ends, idle, starts[idle]))
 
     def label(self, ax: Axes) -> None:
         """Name the axis and its unit, and give it the length of the longest run."""

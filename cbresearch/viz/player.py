@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from cbresearch.trace import Trace
@@ -58,7 +59,7 @@ def player_data(traces: Mapping[str, Trace], max_steps: int) -> dict[str, Any]:
     """
     places: dict[str, int] = {}
     runs = [_run(label, trace, max_steps, places) for label, trace in traces.items()]
-    colors = request_colors(traces.values())
+    colors = request_colors(replace(trace, steps=trace.steps[:max_steps]) for trace in traces.values())
     return {
         "ids": list(places),
         "colors": [colors[request_id] for request_id in places],

@@ -53,27 +53,32 @@ class Sitting(NamedTuple):
 class _Draft:
     """A sitting while it lasts."""
 
-    __slots__ = ("finished", "first", "seat", "spans")
+    __slots__ = ("begun", "finished", "first", "kind", "reached", "seat", "spans")
 
     def __init__(self, seat: int, first: int) -> None:
         self.seat = seat
         self.first = first
         self.finished = False
         self.spans: list[Span] = []
+        # The last span, which grows with each step: a tuple a step would take most of the time.
+        self.kind: Kind = "held"
+        self.begun = self.reached = first
 
     def extend(self, kind: Kind, step: int) -> None:
-        reached = self.spans[-1].end if self.spans else self.first
-        if reached < step:
-            self.spans.append(Span("held", reached, step))
-        if self.spans and self.spans[-1].kind == kind:
-            self.spans[-1] = self.spans[-1]._replace(end=step + 1)
-        else:
-            self.spans.append(Span(kind, step, step + 1))
+        if self.kind != kind or self.reached != step:
+            self.hold(step)
+            self.kind, self.begun = kind, step
+        self.reached = step + 1
+
+    def hold(self, end: int) -> None:
+        """Write down the last span, and the steps from there to `end` as held."""
+        if self.begun < self.reached:
+            self.spans.append(Span(self.kind, self.begun, self.reached))
+        if self.reached < end:
+            self.spans.append(Span("held", self.reached, end))
 
     def close(self, request_id: str, end: int, outcome: Outcome) -> Sitting:
-        reached = self.spans[-1].end if self.spans else self.first
-        if reached < end:
-            self.spans.append(Span("held", reached, end))
+        self.hold(end)
         return Sitting(request_id, self.seat, self.first, end, outcome, tuple(self.spans))
 
 
@@ -102,7 +107,7 @@ def sittings(steps: Sequence[StepRecord]) -> list[Sitting]:
             drafts[request_id].finished = True
     for request_id, draft in drafts.items():
         if draft.finished:
-            done.append(draft.close(request_id, draft.spans[-1].end, "finished"))
+            done.append(draft.close(request_id, draft.reached, "finished"))
         else:
             done.append(draft.close(request_id, len(steps), "seated"))
     return sorted(done, key=lambda sitting: (sitting.first, sitting.seat))
