@@ -115,14 +115,21 @@ class Scheduler:
             now: Seconds since the start of the run.
 
         Raises:
-            RuntimeError: There is work but none of it could be scheduled; the message has the numbers.
+            RuntimeError: There is work but none of it could be scheduled, or the policy's proposals have no
+                end; the message has the numbers.
         """
         draft = self._plan = _Draft(self.config.max_num_batched_tokens)
         self._view.now = now
         step = self._step
-        for state, wanted in self.policy.propose(self._view):
+        most = 10 * (len(self._running) + len(self._waiting)) + 100
+        for count, (state, wanted) in enumerate(self.policy.propose(self._view)):
             if not draft.budget:
                 break
+            if count > most:
+                raise RuntimeError(
+                    f"policy {self.policy.name!r} made over {most} proposals in step {step}, for "
+                    f"{len(self._running)} running and {len(self._waiting)} waiting requests; it must end"
+                )
             if state.scheduled_step == step or state.status is RequestStatus.FINISHED:
                 continue
             num_tokens = min(wanted, state.num_tokens - state.num_computed_tokens, draft.budget)

@@ -697,3 +697,18 @@ def test_everyone_is_served_in_turn_when_the_budget_is_below_the_running_rows(po
     gaps = [gap for record in trace.requests for gap in record.itl]
     assert max(gaps) <= 2
     assert all(len(record.tokens) == 12 for record in trace.requests)
+
+
+def test_proposals_without_end_are_an_error_and_no_hang():
+    class Endless(policies.Policy):
+        """Propose the same requests for ever."""
+
+        name = "endless"
+
+        def propose(self, view):
+            while True:
+                yield from policies.whole(view.running)
+                yield from policies.whole(view.waiting)
+
+    with pytest.raises(RuntimeError, match=r"policy 'endless' made over \d+ proposals in step 0"):
+        simulate([Request("a", 1, 3)], Endless())

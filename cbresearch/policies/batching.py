@@ -11,7 +11,8 @@ class Static(Policy):
     """Request-level batching, as in FasterTransformer or `generate` on a padded batch.
 
     The seats are filled only when all are empty. All prompts are computed before anyone decodes, and a
-    finished request keeps its seat, its blocks and its row until the longest request is done.
+    finished request keeps its seat, its blocks and its row until the longest request is done. A batch that a
+    small token budget fills over several steps ends early if all who joined so far are done.
 
     Args:
         release: Let finished rows leave at once; still nobody joins.
