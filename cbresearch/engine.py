@@ -51,7 +51,7 @@ class ModelExecutor:
 
         Raises:
             ValueError: The prompt is not token ids, an id is outside the vocabulary, or the request is longer
-                than the model's context.
+                than the model's context or its sliding window.
         """
         if not isinstance(request.prompt, tuple):
             raise ValueError(
@@ -59,7 +59,6 @@ class ModelExecutor:
                 "(workloads.resolve_prompts makes them from text or a length)"
             )
         shape = self.loaded.shape
-        window = getattr(self.loaded.model.config.get_text_config(), "sliding_window", None)
         if shape.vocab_size is not None:
             for token in request.prompt:
                 if not 0 <= token < shape.vocab_size:
@@ -68,18 +67,16 @@ class ModelExecutor:
                         f"{self.loaded.name!r}, 0 to {shape.vocab_size - 1}; use the model's own tokenizer"
                     )
         num_tokens = len(request.prompt) + request.max_tokens
-        if shape.max_model_len is not None and num_tokens > shape.max_model_len:
-            raise ValueError(
-                f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.max_tokens} = "
-                f"{num_tokens} tokens, over the {shape.max_model_len} that {self.loaded.name!r} takes; "
-                "shorten the prompt or lower max_tokens"
-            )
-        if window is not None and num_tokens > window:
-            raise ValueError(
-                f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.max_tokens} = "
-                f"{num_tokens} tokens, over the sliding window of {window} of {self.loaded.name!r}, which "
-                "the paged attention does not apply; shorten the prompt or lower max_tokens"
-            )
+        window = getattr(self.loaded.model.config.get_text_config(), "sliding_window", None)
+        for limit, what in (
+            (shape.max_model_len, f"that {self.loaded.name!r} takes"),
+            (window, f"of {self.loaded.name!r}'s sliding window, which the paged attention does not apply"),
+        ):
+            if limit is not None and num_tokens > limit:
+                raise ValueError(
+                    f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.max_tokens} "
+                    f"= {num_tokens} tokens, over the {limit} {what}; shorten the prompt or lower max_tokens"
+                )
 
     def warm_up(self, num_seqs: int = 8, num_steps: int = 3) -> None:
         """Run a few forwards before anything is measured, so that no first-time cost is in the numbers.

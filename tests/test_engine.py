@@ -340,7 +340,7 @@ def test_a_request_longer_than_a_sliding_window_is_refused_and_a_shorter_one_is_
     loaded = models.wrap("windowed", AutoModelForCausalLM.from_config(config))
     requests = [Request("long", (5,) * 6, 3), Request("short", (5,) * 6, 2)]
     trace = run(loaded, requests, "fcfs", SchedulerConfig(), CacheConfig(20))
-    assert "9 tokens, over the sliding window of 8" in trace.requests[0].error
+    assert "9 tokens, over the 8 of 'windowed''s sliding window" in trace.requests[0].error
     assert trace.outputs["short"] == generate_alone(loaded.model, (5,) * 6, 2)
 
 
