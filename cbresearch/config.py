@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-_OPTIONAL = ("max_model_len", "vocab_size")
+_OPTIONAL = ("max_model_len", "vocab_size", "sliding_window", "value_head_dim", "latent_dim")
+
+RESERVATIONS = ("max", "pow2", "oracle")
+PREEMPTIONS = ("recompute", "swap")
 
 
 def _require_positive(owner: object, *names: str) -> None:
@@ -33,17 +36,42 @@ class CacheConfig:
         num_blocks: Number of blocks in the pool.
         block_size: Tokens per block.
         prefix_caching: Keep full blocks for requests whose prompts begin alike.
+        num_host_blocks: Blocks of the second tier, in the host's memory, to which preempted requests are
+            swapped out; 0 for none.
+        sliding_window: Tokens that every layer attends to at most, the query's own included: blocks that
+            fell out of it are freed. None where some layer sees the whole context.
+        reservation: None for paging; "max", "pow2" or "oracle" for a baseline that reserves each request a
+            contiguous run of blocks when it joins, for the longest context that is allowed, for its output
+            rounded up to a power of two, or for its true output (vLLM, SOSP'23, section 6.1).
 
     Raises:
-        ValueError: A number is below 1.
+        ValueError: A number is out of range, or contiguous runs are asked for along with what only pages
+            can do.
     """
 
     num_blocks: int
     block_size: int = 16
     prefix_caching: bool = False
+    num_host_blocks: int = 0
+    sliding_window: int | None = None
+    reservation: str | None = None
 
     def __post_init__(self) -> None:
-        _require_positive(self, "num_blocks", "block_size")
+        _require_positive(self, "num_blocks", "block_size", "sliding_window")
+        if self.num_host_blocks:
+            _require_positive(self, "num_host_blocks")
+        if self.reservation is None:
+            return
+        if self.reservation not in RESERVATIONS:
+            raise ValueError(
+                f"CacheConfig: reservation is {self.reservation!r}; choose one of {RESERVATIONS}, or None for "
+                "paging"
+            )
+        if self.prefix_caching or self.num_host_blocks or self.sliding_window is not None:
+            raise ValueError(
+                f"CacheConfig: reservation {self.reservation!r} holds contiguous runs, which are not shared, "
+                "swapped or freed in part; turn off prefix_caching, num_host_blocks and sliding_window"
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -59,17 +87,24 @@ class SchedulerConfig:
         max_num_seqs: Number of seats: requests that may be in the batch at once.
         max_num_batched_tokens: Token budget of one step, prefill and decode together.
         max_model_len: Largest prompt + output of a request in tokens, or None for no limit.
+        preemption: What policies do with the KV of a request that has to make room, unless they decide
+            otherwise: "recompute" throws it away, "swap" moves it to the host tier while that has room.
 
     Raises:
-        ValueError: A limit is below 1.
+        ValueError: A limit is below 1, or the preemption is unknown.
     """
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
+    preemption: str = "recompute"
 
     def __post_init__(self) -> None:
         _require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        if self.preemption not in PREEMPTIONS:
+            raise ValueError(
+                f"SchedulerConfig: preemption is {self.preemption!r}; choose one of {PREEMPTIONS}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +120,14 @@ class ModelShape:
         dtype_bytes: Bytes of one element of weights and cache.
         max_model_len: Largest context length in tokens.
         vocab_size: Number of token ids.
+        value_head_dim: Elements of one head's value vector where it differs from the key's, or None.
+        latent_dim: Elements of the one vector per token and layer that multi-head latent attention caches in
+            place of keys and values (DeepSeek-V2: compressed KV and rotary key, 512 + 64), or None.
+        sliding_window: Tokens that the windowed layers attend to at most, or None if no layer is windowed.
+        num_sliding_layers: Layers that are windowed.
 
     Raises:
-        ValueError: A number is below 1, or the query heads do not divide among the KV heads.
+        ValueError: A number is out of range, or the query heads do not divide among the KV heads.
     """
 
     num_layers: int
@@ -98,9 +138,13 @@ class ModelShape:
     dtype_bytes: int = 4
     max_model_len: int | None = None
     vocab_size: int | None = None
+    value_head_dim: int | None = None
+    latent_dim: int | None = None
+    sliding_window: int | None = None
+    num_sliding_layers: int = 0
 
     def __post_init__(self) -> None:
-        _require_positive(self, *self.__slots__)
+        _require_positive(self, *(name for name in self.__slots__ if name != "num_sliding_layers"))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelShape: {self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads"

@@ -48,6 +48,21 @@ class Scheduled(NamedTuple):
         return self.start + self.num_tokens
 
 
+class Transfer(NamedTuple):
+    """One block that is copied before the step computes.
+
+    Attributes:
+        kind: "copy" within the device's pool (copy on write), "swap_out" from there to the host's pool, or
+            "swap_in" back.
+        source: Physical block id in the pool that is read.
+        target: Physical block id in the pool that is written.
+    """
+
+    kind: str
+    source: int
+    target: int
+
+
 class Padding(NamedTuple):
     """The row of a finished request that a static batch goes on computing for nothing.
 
@@ -72,6 +87,9 @@ class Plan:
         admitted: Who takes a seat before it.
         preempted: Ids of requests that lost their seat before it.
         padding: Rows computed for nothing.
+        swapped: Ids of those among the preempted whose KV went to the host's pool.
+        transfers: Blocks to copy before anything is computed, one after the other in this order: a later
+            one may read or overwrite what an earlier one wrote.
     """
 
     step: int
@@ -79,6 +97,8 @@ class Plan:
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[str, ...] = ()
     padding: tuple[Padding, ...] = ()
+    swapped: tuple[str, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def num_tokens(self) -> int:
