@@ -23,12 +23,14 @@ class Linear:
     """A step time that is linear in its tokens: seconds = step + token * tokens + context * context tokens.
 
     Tokens count every row that is computed, padding included. Context tokens are the rows' context
-    lengths summed, each query's own token included: the KV entries that attention reads.
+    lengths summed, each query's own token included: the KV entries that attention reads. Blocks that are
+    copied, swapped out or swapped in add their own term.
 
     Attributes:
         step: Seconds of a step, whatever is in it (weights are read, kernels are launched).
         token: Seconds per token computed.
         context: Seconds per context token attended.
+        transfer: Seconds per block copied or swapped.
 
     Raises:
         ValueError: A coefficient is negative or not finite, or all are 0.
@@ -37,20 +39,21 @@ class Linear:
     step: float
     token: float = 0.0
     context: float = 0.0
+    transfer: float = 0.0
 
     def __post_init__(self) -> None:
-        values = (self.step, self.token, self.context)
+        values = (self.step, self.token, self.context, self.transfer)
         if any(not math.isfinite(value) or value < 0 for value in values) or not any(values):
             raise ValueError(f"the linear cost is {values}; give finite seconds, none negative and not all 0")
 
     def __call__(self, plan: Plan) -> float:
         """Return the seconds that the plan takes."""
-        seconds = self.step + self.token * plan.num_tokens
+        seconds = self.step + self.token * plan.num_tokens + self.transfer * len(plan.transfers)
         return seconds + self.context * plan.num_context_tokens if self.context else seconds
 
     @classmethod
     def parse(cls, text: str) -> "Linear":
-        """Read `linear:T0,T_TOKEN,T_CONTEXT`, in seconds; trailing terms may be left out.
+        """Read `linear:T0,T_TOKEN,T_CONTEXT,T_BLOCK`, in seconds; trailing terms may be left out.
 
         Raises:
             ValueError: The text is something else.
@@ -60,8 +63,10 @@ class Linear:
             values = [float(number) for number in numbers.split(",")]
         except ValueError:
             values = []
-        if kind != "linear" or not 1 <= len(values) <= 3:
-            raise ValueError(f"cost {text!r} is not known; write linear:T0,T_TOKEN,T_CONTEXT, in seconds")
+        if kind != "linear" or not 1 <= len(values) <= 4:
+            raise ValueError(
+                f"cost {text!r} is not known; write linear:T0,T_TOKEN,T_CONTEXT,T_BLOCK, in seconds"
+            )
         return cls(*values)
 
     @classmethod

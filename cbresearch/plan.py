@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from cbresearch.request import Request
+from cbresearch.request import Request, RequestState
 
 
 class Admission(NamedTuple):
@@ -32,6 +32,8 @@ class Scheduled(NamedTuple):
         is_prefill: Whether known tokens are computed; otherwise the newest token, to decode the next.
         samples: Whether the last of these tokens yields a new token.
         new_block_ids: Physical blocks to append to the request's block table before the step.
+        replaced: (place in the block table, physical block) pairs to write into it before the step: blocks
+            that were shared and copied, because this step writes them.
     """
 
     request_id: str
@@ -41,6 +43,7 @@ class Scheduled(NamedTuple):
     is_prefill: bool
     samples: bool
     new_block_ids: tuple[int, ...]
+    replaced: tuple[tuple[int, int], ...] = ()
 
     @property
     def context_length(self) -> int:
@@ -105,6 +108,10 @@ class Plan:
         """Return the tokens computed in the step, padding included."""
         return sum(entry.num_tokens for entry in self.scheduled) + len(self.padding)
 
+    def num_transfers(self, kind: str) -> int:
+        """Return the blocks that the step copies by way of "copy", "swap_out" or "swap_in"."""
+        return sum(transfer.kind == kind for transfer in self.transfers)
+
     @property
     def num_prefill_tokens(self) -> int:
         """Return the prompt tokens (and, after a preemption, output tokens) computed in the step."""
@@ -135,3 +142,32 @@ class StepResult:
     duration: float
     tokens: Mapping[str, int]
     stopped: frozenset[str] = frozenset()
+
+
+class Committed(NamedTuple):
+    """The state that a step leaves behind, taken before the finished requests give back their blocks.
+
+    Attributes:
+        finished: States of the requests that the step finished.
+        num_running: Unfinished requests with a seat while the step ran.
+        num_waiting: Requests without a seat while the step ran, swapped ones included.
+        num_held_blocks: Blocks held while the step ran.
+        num_held_tokens: Tokens of unfinished requests whose KV lies in those blocks, shared ones once.
+        num_cached_blocks: Blocks that hold a cached prefix which nobody refers to.
+        num_external_blocks: Blocks that nobody held and yet nobody could get: lost to an allocator's
+            rounding, or free while memory refused or preempted a request.
+        num_shared_blocks: References to held blocks beyond the first of each.
+        num_swapped: Requests whose KV lies in the host's pool.
+        num_held_host_blocks: Blocks that they hold there.
+    """
+
+    finished: tuple[RequestState, ...]
+    num_running: int
+    num_waiting: int
+    num_held_blocks: int
+    num_held_tokens: int
+    num_cached_blocks: int
+    num_external_blocks: int
+    num_shared_blocks: int
+    num_swapped: int
+    num_held_host_blocks: int

@@ -3,7 +3,7 @@
 import enum
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from operator import index
 from typing import Any
@@ -37,6 +37,8 @@ class Request:
         client: Who asks, for fair-share policies.
         deadline: Seconds since the start of the run by which the answer is wanted.
         cache_salt: Requests share cached prefixes only with requests of the same salt; None is a salt too.
+        group: Requests of one group and one prompt are parallel samples: they share the prompt's KV even
+            without a prefix cache (see `parallel_samples`).
         predicted_output: Number of output tokens that a predictor expects; all that a policy may know.
         output_length: Number of output tokens after which the answer really ends, where it is known
             beforehand (a trace, an earlier run). It is for the simulator, and a policy that reads it cheats;
@@ -55,6 +57,7 @@ class Request:
     client: str = ""
     deadline: float | None = None
     cache_salt: str | None = None
+    group: str | None = None
     predicted_output: int | None = None
     output_length: int | None = field(default=None, compare=False)
 
@@ -97,7 +100,20 @@ class RequestStatus(enum.Enum):
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
+
+
+def parallel_samples(request: Request, num_samples: int) -> tuple[Request, ...]:
+    """Return `num_samples` requests for as many answers to one prompt, which share the prompt's KV.
+
+    Their ids are the request's id with "/0", "/1" and so on behind it; the id itself names their group.
+
+    Raises:
+        ValueError: The number is below 1.
+    """
+    count = _checked_count(request.id, "num_samples", num_samples)
+    return tuple(replace(request, id=f"{request.id}/{place}", group=request.id) for place in range(count))
 
 
 class RequestState:
@@ -116,8 +132,9 @@ class RequestState:
         num_covered_tokens: Tokens whose KV it has had at any time, computed or found in the prefix cache.
         num_cached_tokens: Prompt tokens whose KV was found in the prefix cache before it was ever computed.
         num_recomputed_tokens: Tokens computed again because a preemption threw their KV away.
+        num_forgotten_tokens: Tokens whose KV was given back since they fell out of the sliding window.
         scheduled_step: Index of the last step that served it, or -1.
-        finish_reason: "stop" or "length" once finished.
+        finish_reason: "stop", "length" or "abort" once finished.
     """
 
     __slots__ = (
@@ -126,6 +143,7 @@ class RequestState:
         "num_cached_tokens",
         "num_computed_tokens",
         "num_covered_tokens",
+        "num_forgotten_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_recomputed_tokens",
@@ -150,6 +168,7 @@ class RequestState:
         self.num_covered_tokens = 0
         self.num_cached_tokens = 0
         self.num_recomputed_tokens = 0
+        self.num_forgotten_tokens = 0
         self.num_preemptions = 0
         self.output_token_ids: list[int] = []
         self.token_times: list[float] = []

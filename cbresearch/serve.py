@@ -79,11 +79,7 @@ def serve(
                 result.duration,
                 plan,
                 tuple(state.id for state in committed.finished),
-                committed.num_running,
-                committed.num_waiting,
-                committed.num_held_blocks,
-                committed.num_held_tokens,
-                committed.num_cached_blocks,
+                *committed[1:],
             )
         )
         if on_step is not None:

@@ -28,11 +28,16 @@ class StepRecord:
         plan: What it computed.
         finished: Ids of the requests that it finished.
         num_running: Unfinished requests with a seat during the step.
-        num_waiting: Requests without one.
+        num_waiting: Requests without one, swapped ones included.
         num_held_blocks: KV blocks held during the step.
         num_held_tokens: Tokens of unfinished requests whose KV lies in them at the end of the step, shared
             ones counted once.
         num_cached_blocks: KV blocks that hold a cached prefix which nobody refers to.
+        num_external_blocks: KV blocks that nobody held and yet nobody could get: lost to an allocator's
+            rounding, or free while memory refused or preempted a request.
+        num_shared_blocks: References to held blocks beyond the first of each.
+        num_swapped: Requests whose KV lies in the host's pool.
+        num_held_host_blocks: Blocks that they hold there.
     """
 
     start: float
@@ -44,6 +49,10 @@ class StepRecord:
     num_held_blocks: int
     num_held_tokens: int
     num_cached_blocks: int = 0
+    num_external_blocks: int = 0
+    num_shared_blocks: int = 0
+    num_swapped: int = 0
+    num_held_host_blocks: int = 0
 
     @property
     def end(self) -> float:
@@ -72,6 +81,13 @@ class StepRecord:
             "num_held_blocks": self.num_held_blocks,
             "num_held_tokens": self.num_held_tokens,
             "num_cached_blocks": self.num_cached_blocks,
+            "num_external_blocks": self.num_external_blocks,
+            "num_shared_blocks": self.num_shared_blocks,
+            "num_swapped": self.num_swapped,
+            "num_held_host_blocks": self.num_held_host_blocks,
+            "num_copied_blocks": plan.num_transfers("copy"),
+            "num_swapped_out_blocks": plan.num_transfers("swap_out"),
+            "num_swapped_in_blocks": plan.num_transfers("swap_in"),
         }
 
 
@@ -88,7 +104,7 @@ class RequestRecord:
         first_scheduled: Seconds at which it first got a seat, or None.
         tokens: Output token ids.
         token_times: Seconds at which each output token came out.
-        finish_reason: "stop", "length", or None if it was refused or unfinished.
+        finish_reason: "stop", "length", "abort", or None if it was refused or unfinished.
         num_preemptions: How often it lost its seat.
         num_cached_tokens: Prompt tokens whose KV was found in the prefix cache instead of being computed.
         num_recomputed_tokens: Tokens computed again because preemptions threw their KV away.
@@ -117,7 +133,7 @@ class RequestRecord:
     @property
     def finish(self) -> float | None:
         """Return the seconds at which the last token came out, or None if it is unfinished."""
-        return self.token_times[-1] if self.finish_reason else None
+        return self.token_times[-1] if self.finish_reason and self.token_times else None
 
     @property
     def ttft(self) -> float | None:
@@ -165,6 +181,32 @@ class RequestRecord:
         }
 
 
+class MemoryUse(NamedTuple):
+    """Where the KV pool's slots are during a step, in tokens (categories of vLLM, SOSP'23, section 2).
+
+    The first six add up to the pool.
+
+    Attributes:
+        token_states: Slots that hold a token of an unfinished request, a shared one counted once.
+        reserved: Held slots that a later token of their request will fill.
+        internal: Held slots that no token will ever fill.
+        external: Slots that nobody held and yet nobody could get (see `StepRecord.num_external_blocks`).
+        cached: Slots of cached blocks that nobody refers to; they are given up as soon as room is needed.
+        free: Slots that nobody held, while no request was short of memory.
+        shared: Token states that sharing saved: references to shared blocks beyond the first.
+        host: Slots held in the host's pool.
+    """
+
+    token_states: int
+    reserved: int
+    internal: int
+    external: int
+    cached: int
+    free: int
+    shared: int
+    host: int
+
+
 class Stay(NamedTuple):
     """A request's uninterrupted stay in a seat.
 
@@ -181,6 +223,17 @@ class Stay(NamedTuple):
     first_step: int
     last_step: int
     num_padding_steps: int
+
+
+class _Span(NamedTuple):
+    """A seated request's table: its length, its last block, and the tokens computed."""
+
+    num_blocks: int
+    last_block: int
+    num_computed: int
+
+
+_NO_SPAN = _Span(0, -1, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +288,49 @@ class Trace:
                     last_step=step, num_padding_steps=stay.num_padding_steps + 1
                 )
         yield from open_stays.values()
+
+    def memory(self) -> Iterator[MemoryUse]:
+        """Yield where the pool's slots are, a record a step; known only now that the outputs' ends are."""
+        size = self.cache.block_size
+        # The last token is never fed back, so it never gets a slot.
+        ends = {
+            request.id: request.num_prompt_tokens + len(request.tokens) - 1
+            for request in self.served
+            if request.num_prompt_tokens is not None
+        }
+        spans: dict[str, _Span] = {}
+        for record in self.steps:
+            plan = record.plan
+            for request_id in plan.preempted:
+                spans.pop(request_id, None)
+            for entry in plan.scheduled:
+                known = spans.get(entry.request_id, _NO_SPAN)
+                # Whoever was just seated names its whole table.
+                num_blocks = known.num_blocks + len(entry.new_block_ids)
+                last = entry.new_block_ids[-1] if entry.new_block_ids else known.last_block
+                for place, block in entry.replaced:
+                    last = block if place == num_blocks - 1 else last
+                spans[entry.request_id] = _Span(num_blocks, last, entry.context_length)
+            # Only a request's last blocks have empty slots, and samples of one prompt may share such a block.
+            to_fill: dict[int, int] = {}
+            for request_id, span in spans.items():
+                later = min(span.num_blocks * size, ends[request_id]) - span.num_computed
+                to_fill[span.last_block] = max(later, to_fill.get(span.last_block, 0))
+            held = record.num_held_blocks * size
+            reserved = min(sum(to_fill.values()), held - record.num_held_tokens)
+            outside = record.num_external_blocks + record.num_cached_blocks
+            yield MemoryUse(
+                token_states=record.num_held_tokens,
+                reserved=reserved,
+                internal=held - record.num_held_tokens - reserved,
+                external=record.num_external_blocks * size,
+                cached=record.num_cached_blocks * size,
+                free=(self.cache.num_blocks - outside) * size - held,
+                shared=record.num_shared_blocks * size,
+                host=record.num_held_host_blocks * size,
+            )
+            for request_id in record.finished:
+                del spans[request_id]
 
     def steps_frame(self) -> "pd.DataFrame":
         """Return one row a step as a pandas frame."""

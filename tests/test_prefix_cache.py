@@ -135,7 +135,7 @@ class SharedPoolAgainstMemory(RuleBasedStateMachine):
         held = {block for request_id in self.tokens for block in self.pool.table(request_id)}
         assert self.pool.num_held_blocks == len(held)
         references = sum(len(self.pool.table(request_id)) for request_id in self.tokens)
-        assert self.pool.num_shared_tokens == (references - len(held)) * self.size
+        assert self.pool.num_shared_blocks == references - len(held)
 
     def teardown(self):
         for request_id in self.tokens:

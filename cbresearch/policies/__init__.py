@@ -6,7 +6,7 @@ from ast import literal_eval
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, whole
+from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
 from cbresearch.policies.batching import PrefillFirst, Static
 from cbresearch.policies.size import ShortestJobFirst
 
@@ -21,6 +21,7 @@ __all__ = [
     "get",
     "in_turn",
     "joining",
+    "queued",
     "register",
     "whole",
 ]

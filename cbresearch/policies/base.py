@@ -1,6 +1,7 @@
 """The policy hook: a policy only decides; the scheduler alone clips, allocates, preempts and counts."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Protocol
 
 from cbresearch.request import RequestState
@@ -19,6 +20,14 @@ class View(Protocol):
 
         The queue itself moves only after the step; `itertools.islice` takes its head.
         """
+
+    @property
+    def swapped(self) -> Iterable[RequestState]:
+        """Requests without a seat whose KV lies in the host's pool, the earliest admitted first."""
+
+    @property
+    def preemption(self) -> str:
+        """What becomes of a victim's KV, "recompute" or "swap", unless the policy decides otherwise."""
 
     @property
     def running(self) -> Sequence[RequestState]:
@@ -70,6 +79,8 @@ class Policy:
     name = "fcfs"
     keeps_seats = False
     """Whether a finished request's row stays in the batch until all rows are finished."""
+    joins_late = True
+    """Whether a request may join a batch under way; a parallel sample then waits for its sibling's prompt."""
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Yield whom to serve and how many tokens each wants, best first.
@@ -78,7 +89,7 @@ class Policy:
         effect of a proposal when it resumes.
         """
         yield from whole(in_turn(view))
-        yield from joining(view, view.waiting)
+        yield from joining(view, queued(view))
 
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
         """Choose whom to preempt when blocks run out, among the running requests in admission order.
@@ -86,6 +97,13 @@ class Policy:
         The latest comer goes: the oldest request then always advances, so every run ends.
         """
         return candidates[-1]
+
+    def preemption(self, view: View, victim: RequestState) -> str:
+        """Choose what becomes of a victim's KV: "recompute" throws it away, "swap" moves it to the host.
+
+        A host's pool that is absent or full makes it a recompute.
+        """
+        return view.preemption
 
     def served(self, request: RequestState, num_tokens: int) -> None:
         """Take note that a request was served `num_tokens` tokens in the step just done."""
@@ -104,8 +122,13 @@ def in_turn(view: View) -> Sequence[RequestState]:
     return sorted(view.running, key=lambda request: request.scheduled_step)
 
 
+def queued(view: View) -> Iterator[RequestState]:
+    """Return all requests without a seat, swapped ones first."""
+    return chain(view.swapped, view.waiting)
+
+
 def joining(view: View, requests: Iterable[RequestState]) -> Iterator[Proposal]:
-    """Propose waiting requests as long as one can still join, so that a long queue is not walked in vain."""
+    """Propose requests without a seat as long as one can join, so that a long queue is not walked in vain."""
     for request in requests:
         if not view.admitting:
             return

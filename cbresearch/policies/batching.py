@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, whole
+from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
 from cbresearch.request import RequestState
 
 
@@ -19,6 +19,7 @@ class Static(Policy):
     """
 
     name = "static"
+    joins_late = False
 
     def __init__(self, release: bool = False) -> None:
         self.keeps_seats = not release
@@ -28,7 +29,7 @@ class Static(Policy):
     def propose(self, view: View) -> Iterator[Proposal]:
         """Compute the prompts of a batch that is being filled; decode once it is closed."""
         if not view.running:
-            self._joining = list(islice(view.waiting, view.max_num_seqs))
+            self._joining = list(islice(queued(view), view.max_num_seqs))
         yield from whole([request for request in view.running if request.is_prefill])
         yield from whole([request for request in self._joining if request.seat is None])
         # Resumed with budget left: whoever is still outside did not fit the pool, so the batch is closed.
@@ -38,13 +39,15 @@ class Static(Policy):
 
 
 class PrefillFirst(Policy):
-    """Prompts before decodes, never both in one step, as in vLLM v0 (SOSP'23)."""
+    """Prompts before decodes, never both in one step, and none while anyone is swapped out, as in vLLM v0."""
 
     name = "prefill_first"
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose prompts; decodes only if no prompt could be served."""
         yield from whole([request for request in view.running if request.is_prefill])
-        yield from joining(view, view.waiting)
+        if not any(True for _ in view.swapped):
+            yield from joining(view, view.waiting)
         if view.token_budget == view.max_num_batched_tokens:
             yield from whole(in_turn(view))
+            yield from joining(view, view.swapped)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, whole
+from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
 
 
 class ShortestJobFirst(Policy):
@@ -17,5 +17,5 @@ class ShortestJobFirst(Policy):
         """Propose whoever runs, then the queue from short to long."""
         yield from whole(in_turn(view))
         if view.admitting:
-            by_size = sorted(view.waiting, key=lambda request: (request.predicted_remaining, request.order))
+            by_size = sorted(queued(view), key=lambda request: (request.predicted_remaining, request.order))
             yield from joining(view, by_size)

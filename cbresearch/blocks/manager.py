@@ -1,0 +1,438 @@
+"""Bookkeeping of the paged KV pool (vLLM, SOSP'23, section 4): who holds what, and what may be reused."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from cbresearch.blocks.content import Content, Extra, digest_of
+from cbresearch.blocks.host import NULL_BLOCK, HostTier, num_references
+from cbresearch.config import CacheConfig
+from cbresearch.request import Request
+
+Pair = tuple[int, int]
+"""A block to copy: (source, target)."""
+
+
+class BlockManager:
+    """Hand out fixed-size blocks of the KV pool and take them back.
+
+    A request's block table maps its logical blocks, in order, to physical block ids. Blocks are
+    taken only as tokens need them, so a request wastes less than one block.
+
+    With prefix caching, a full block whose KV is computed is entered under its content and that of all
+    blocks before it. Requests whose prompts begin alike share it. When nobody refers to it any more it
+    stays cached until its room is needed; then the least recently used goes first, and of one request's
+    blocks the last.
+
+    A request may be moved whole to a second pool, in the host's memory, and back. While the copy of a full
+    block in the one pool and its original in the other are both there, they are twins: what has a twin is
+    referred to instead of being copied again.
+
+    Args:
+        config: The pools' sizes, and whether prefixes are cached.
+        max_chunk: Most tokens of one request that a step computes; it bounds what a sliding window holds.
+        digest: Maps a block's content to its digest; a test may give a bad one.
+    """
+
+    num_unusable_blocks = 0
+    """Blocks that are neither held nor to be had; paging has none."""
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        max_chunk: int | None = None,
+        digest: Callable[[Content], bytes] = digest_of,
+    ) -> None:
+        self.config = config
+        self._digest = digest
+        self._block_size = config.block_size
+        self._most_blocks: int | None = None
+        if config.sliding_window is not None and max_chunk is not None:
+            in_flight = config.sliding_window - 1 + max_chunk
+            self._most_blocks = -(-in_flight // config.block_size) + 1
+        # A stack: the block freed last is the one most likely still in a CPU's cache.
+        self._free = list(range(config.num_blocks - 1, -1, -1))
+        self._ref_counts = [0] * config.num_blocks
+        self._tables: dict[str, list[int]] = {}
+        self._chains: dict[str, list[bytes]] = {}
+        self._contents: list[Content | None] = [None] * config.num_blocks
+        self._index: dict[bytes, int] = {}
+        self._unreferenced: OrderedDict[int, None] = OrderedDict()
+        self._num_extra_references = 0
+        self._host = HostTier(config.num_host_blocks)
+
+    @property
+    def num_blocks(self) -> int:
+        """Return the number of blocks in the pool."""
+        return self.config.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Return how many blocks can be handed out: those without content and those that may be evicted."""
+        return len(self._free) + len(self._unreferenced)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Return how many blocks hold a cached prefix that nobody refers to."""
+        return len(self._unreferenced)
+
+    @property
+    def num_held_blocks(self) -> int:
+        """Return how many blocks are held, a shared one counted once."""
+        return self.config.num_blocks - self.num_free_blocks
+
+    @property
+    def num_held_host_blocks(self) -> int:
+        """Return how many blocks of the host's pool are held, a shared one counted once."""
+        return self.config.num_host_blocks - len(self._host.free)
+
+    @property
+    def num_shared_blocks(self) -> int:
+        """Return the references to blocks beyond the first of each."""
+        return self._num_extra_references
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Return how many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self._block_size)
+
+    def expect(self, request: Request) -> int:
+        """Return how many blocks a request holds at its largest, alone; the last token needs no KV."""
+        return self._at_most(self.blocks_for(request.num_prompt_tokens + request.max_tokens - 1))
+
+    def table(self, request_id: str) -> tuple[int, ...]:
+        """Return a request's block table; empty if it holds nothing on the device."""
+        return tuple(self._tables.get(request_id, ()))
+
+    def host_table(self, request_id: str) -> tuple[int, ...]:
+        """Return a request's block table in the host's pool; empty if it is not swapped out."""
+        return tuple(self._host.tables.get(request_id, ()))
+
+    def match(self, token_ids: Sequence[int], extra: Extra = ()) -> tuple[int, ...]:
+        """Return the cached blocks with which a prompt begins; nothing changes.
+
+        The prompt's last token is never matched, since its logits have to be computed.
+
+        Args:
+            token_ids: The prompt, and what was generated behind it before a preemption.
+            extra: What beside its tokens tells the prompt apart.
+        """
+        if not self.config.prefix_caching:
+            return ()
+        matched: list[int] = []
+        parent = b""
+        for end in range(self._block_size, len(token_ids), self._block_size):
+            content = Content(parent, tuple(token_ids[end - self._block_size : end]), extra)
+            parent = self._digest(content)
+            block = self._index.get(parent)
+            if block is None or self._contents[block] != content:
+                break
+            matched.append(block)
+        return tuple(matched)
+
+    def can_allocate(
+        self, request_id: str, num_tokens: int, matched: Sequence[int] = (), num_copies: int = 0
+    ) -> bool:
+        """Return whether a request could get room for `num_tokens` tokens now.
+
+        Args:
+            request_id: Who asks.
+            num_tokens: All its known tokens.
+            matched: Blocks that it would share first.
+            num_copies: Shared blocks that it would have to copy in order to write them.
+        """
+        held = len(self._tables.get(request_id, ())) or len(matched)
+        evictable = self.num_free_blocks - sum(block in self._unreferenced for block in matched)
+        return self._at_most(self.blocks_for(num_tokens) - held) + num_copies <= evictable
+
+    def share(self, request_id: str, matched: Sequence[int]) -> None:
+        """Begin a request's table with blocks that are there, which nobody can evict from now on.
+
+        They come from `match`, or are the first ones of another request's table (a fork).
+
+        Raises:
+            ValueError: The request holds blocks already.
+        """
+        self._require_new(request_id)
+        if not matched:
+            return
+        digests: list[bytes] = []
+        for place, block in enumerate(matched):
+            if block == NULL_BLOCK:
+                continue
+            self._refer(block)
+            content = self._contents[block]
+            if content is not None and len(digests) == place:
+                digests.append(self._digest(content))
+        self._tables[request_id] = list(matched)
+        self._chains[request_id] = digests
+
+    def allocate(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
+        """Grow a request's table until it can hold `num_tokens` tokens.
+
+        Returns:
+            The ids of the blocks added, in table order (empty if it held enough already), or None if
+            too few blocks are free; then nothing has changed.
+        """
+        table = self._tables.get(request_id)
+        missing = -(-num_tokens // self._block_size) - (len(table) if table is not None else 0)
+        if missing <= 0:
+            return ()
+        if missing > len(self._free) and not self._evict(missing):
+            return None
+        added = self._take(missing)
+        if table is None:
+            self._require_new(request_id)
+            self._tables[request_id] = added
+        else:
+            table.extend(added)
+        return tuple(added)
+
+    def make_writable(self, request_id: str, place: int) -> tuple[Pair, ...] | None:
+        """Give a request a block of its own at a place of its table, before it writes there.
+
+        A block that others refer to, or whose content is known elsewhere, is copied; the copy takes its
+        place in this request's table only (copy on write).
+
+        Returns:
+            The (source, target) pair to copy, if any, or None if no block is free; then nothing has changed.
+        """
+        table = self._tables[request_id]
+        block = table[place]
+        is_known = self._contents[block] is not None or block in self._host.twin_of
+        if self._ref_counts[block] == 1 and not is_known:
+            return ()
+        if not self._free and not self._evict(1):
+            return None
+        (target,) = self._take(1)
+        table[place] = target
+        del self._chains.get(request_id, [])[place:]
+        self._release(block)
+        return ((block, target),)
+
+    def enter(self, request_id: str, token_ids: Sequence[int], num_computed: int, extra: Extra = ()) -> None:
+        """Enter a request's full blocks into the prefix cache, as far as their KV is computed.
+
+        Args:
+            request_id: Whose blocks.
+            token_ids: All its known tokens.
+            num_computed: Tokens whose KV is in the pool.
+            extra: What beside its tokens tells the request apart.
+        """
+        digests = self._chains.setdefault(request_id, [])
+        for place in range(len(digests), num_computed // self._block_size):
+            begin = place * self._block_size
+            parent = digests[-1] if digests else b""
+            content = Content(parent, tuple(token_ids[begin : begin + self._block_size]), extra)
+            digest = self._digest(content)
+            holder = self._index.get(digest)
+            block = self._tables[request_id][place]
+            if holder is not None and self._contents[holder] != content:
+                # Another content holds the digest: what follows could be mistaken for its continuation.
+                break
+            if holder is None and block != NULL_BLOCK:
+                self._index[digest] = block
+                self._contents[block] = content
+            digests.append(digest)
+
+    def num_out_of_sight(self, num_computed: int) -> int:
+        """Return how many of a request's first blocks no later token attends to, with a sliding window W.
+
+        The token at position i sees positions i − W + 1 to i.
+
+        Args:
+            num_computed: Tokens whose KV is computed: the position of the next one.
+        """
+        window = self.config.sliding_window
+        return 0 if window is None else max(0, num_computed - window + 1) // self._block_size
+
+    def forget(self, request_id: str, num_computed: int) -> int:
+        """Give back a request's blocks that are out of sight.
+
+        Args:
+            request_id: Whose blocks.
+            num_computed: Tokens whose KV is computed: the position of the next one.
+
+        Returns:
+            How many of the first places of its table are `NULL_BLOCK` now.
+        """
+        table, num_lost = self._tables[request_id], self.num_out_of_sight(num_computed)
+        for place in range(num_lost - 1, -1, -1):
+            if table[place] == NULL_BLOCK:
+                break
+            self._release(table[place])
+            table[place] = NULL_BLOCK
+        return num_lost
+
+    def swap_out(self, request_id: str, num_computed: int) -> tuple[Pair, ...] | None:
+        """Move a request to the host's pool.
+
+        Args:
+            request_id: Who is moved.
+            num_computed: Tokens whose KV is in its blocks; blocks behind them are given back uncopied.
+
+        Returns:
+            The (device block, host block) pairs to copy, or None if the host's pool is absent or has too few
+            blocks; then nothing has changed.
+        """
+        table, host = self._tables[request_id], self._host
+        moved = table[: self.blocks_for(num_computed)]
+        num_new = sum(block != NULL_BLOCK and block not in host.twin_of for block in moved)
+        if not moved or num_new > len(host.free):
+            return None
+        pairs, host_table = [], []
+        for place, block in enumerate(moved):
+            target = block
+            if block != NULL_BLOCK:
+                known = host.twin_of.get(block)
+                target = host.take() if known is None else known
+                host.ref_counts[target] += 1
+                if known is None:
+                    pairs.append((block, target))
+                    if (place + 1) * self._block_size <= num_computed:
+                        host.pair(block, target)
+            host_table.append(target)
+        self.free(request_id)
+        host.tables[request_id] = host_table
+        return tuple(pairs)
+
+    def can_swap_in(self, request_id: str, num_tokens: int) -> bool:
+        """Return whether a swapped request could come back now and then hold `num_tokens` tokens."""
+        table, twins = self._host.tables[request_id], self._twins(request_id)
+        num_null = sum(block == NULL_BLOCK for block in table)
+        num_wanted = self._at_most(max(self.blocks_for(num_tokens), len(table)) - num_null)
+        evictable = self.num_free_blocks - sum(block in self._unreferenced for block in twins.values())
+        return num_wanted - len(twins) <= evictable
+
+    def swap_in(self, request_id: str) -> tuple[Pair, ...] | None:
+        """Move a request back to the device's pool; `table` has its blocks then.
+
+        Returns:
+            The (host block, device block) pairs to copy, or None if too few blocks are free; then nothing has
+            changed.
+        """
+        host, twins = self._host, self._twins(request_id)
+        wanted = [block for block in host.tables[request_id] if block != NULL_BLOCK and block not in twins]
+        unpinned = sum(block in self._unreferenced for block in twins.values())
+        if len(wanted) > self.num_free_blocks - unpinned:
+            return None
+        # Pinned first: what is there already can then not be evicted to make room for the rest.
+        for block in twins.values():
+            self._refer(block)
+        if len(wanted) > len(self._free):
+            self._evict(len(wanted))
+        pairs = list(zip(wanted, self._take(len(wanted)) if wanted else (), strict=True))
+        place_of = {NULL_BLOCK: NULL_BLOCK, **twins, **dict(pairs)}
+        self._tables[request_id] = [place_of[block] for block in host.tables[request_id]]
+        for source, target in pairs:
+            if host.ref_counts[source] > 1:
+                # Someone else's copy stays, and only what is full has several holders.
+                host.pair(target, source)
+        host.drop(request_id)
+        return tuple(pairs)
+
+    def free(self, request_id: str) -> None:
+        """Give back all blocks of a request; what is cached stays until its room is needed.
+
+        Raises:
+            ValueError: The request holds no blocks, for instance because it was freed before.
+        """
+        table = self._tables.pop(request_id, None)
+        if table is None:
+            if request_id in self._host.tables:
+                self._host.drop(request_id)
+                return
+            raise ValueError(
+                f"request {request_id!r} holds no blocks; it was never allocated or already freed"
+            )
+        self._chains.pop(request_id, None)
+        # The tail first: it is evicted before the head, without which it could not be reached.
+        for block in reversed(table):
+            if block != NULL_BLOCK:
+                self._release(block)
+
+    def _at_most(self, num_blocks: int) -> int:
+        """Return how many of the blocks that a request needs it holds at once, its window considered."""
+        return num_blocks if self._most_blocks is None else min(num_blocks, self._most_blocks)
+
+    def _require_new(self, request_id: str) -> None:
+        if request_id in self._tables or request_id in self._host.tables:
+            raise ValueError(
+                f"request {request_id!r} holds blocks already; only a new table can share a prefix"
+            )
+
+    def _twins(self, request_id: str) -> dict[int, int]:
+        """Return the device blocks that hold what some of a swapped request's host blocks hold."""
+        twins = self._host.twin
+        return {block: twins[block] for block in self._host.tables[request_id] if block in twins}
+
+    def _refer(self, block: int) -> None:
+        if self._ref_counts[block]:
+            self._num_extra_references += 1
+        else:
+            del self._unreferenced[block]
+        self._ref_counts[block] += 1
+
+    def _take(self, num_blocks: int) -> list[int]:
+        added = self._free[-num_blocks:][::-1]
+        del self._free[-num_blocks:]
+        for block in added:
+            self._ref_counts[block] = 1
+        return added
+
+    def _release(self, block: int) -> None:
+        count = self._ref_counts[block]
+        if count < 1:
+            raise ValueError(f"block {block} is free already")
+        self._ref_counts[block] = count - 1
+        if count > 1:
+            self._num_extra_references -= 1
+        elif self._contents[block] is None:
+            self._host.part(block)
+            self._free.append(block)
+        else:
+            self._unreferenced[block] = None
+
+    def _evict(self, num_blocks: int) -> bool:
+        """Drop cached prefixes until `num_blocks` blocks are free, or none at all if that is not enough."""
+        if num_blocks > self.num_free_blocks:
+            return False
+        for _ in range(num_blocks - len(self._free)):
+            block, _ = self._unreferenced.popitem(last=False)
+            content = self._contents[block]
+            assert content is not None
+            del self._index[self._digest(content)]
+            self._contents[block] = None
+            self._host.part(block)
+            self._free.append(block)
+        return True
+
+    def check(self) -> None:
+        """Prove the invariants of both pools.
+
+        Raises:
+            AssertionError: A block is lost, held and free at once, miscounted, or cached under a false name.
+        """
+        references = num_references(self._tables.values(), self.num_blocks)
+        for request_id, table in self._tables.items():
+            assert table, f"request {request_id!r} has an empty table"
+            held_here = [block for block in table if block != NULL_BLOCK]
+            assert len(set(held_here)) == len(held_here), f"request {request_id!r} holds a block twice"
+        assert references == self._ref_counts, "reference counts differ from the tables"
+        free, cached = set(self._free), set(self._unreferenced)
+        assert len(free) == len(self._free), "a block is in the free list twice"
+        assert not free & cached, "a block is free and cached at once"
+        assert all(references[block] == 0 for block in free | cached), "a block is held and free at once"
+        held = {block for block, count in enumerate(references) if count}
+        assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
+        assert sum(references) - len(held) == self._num_extra_references, "shared blocks are miscounted"
+        named = {block for block, content in enumerate(self._contents) if content is not None}
+        assert cached <= named, "a block without content is kept as cached"
+        assert sorted(self._index.values()) == sorted(named), "the index differs from the blocks' contents"
+        for block in named:
+            content = self._contents[block]
+            assert content is not None
+            assert self._index[self._digest(content)] == block, (
+                f"block {block} is indexed under a false digest"
+            )
+        assert not self._tables.keys() & self._host.tables.keys(), "a request is on both tiers"
+        self._host.check()
+        assert self._host.twin_of.keys() <= held | cached, "a free block has a twin"

@@ -1,0 +1,424 @@
+"""The mechanism: turn a policy's proposals into a plan that fits seats, token budget and blocks."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+
+from cbresearch.blocks import BlockManager
+from cbresearch.config import PREEMPTIONS, CacheConfig, SchedulerConfig
+from cbresearch.plan import Committed, Plan, Scheduled, StepResult
+from cbresearch.policies import Policy
+from cbresearch.request import Request, RequestState, RequestStatus
+from cbresearch.reservation import ReservationManager
+from cbresearch.scheduler.draft import Draft
+from cbresearch.scheduler.invariants import check_scheduler
+from cbresearch.scheduler.memory import Memory, num_kept_tokens
+from cbresearch.scheduler.view import LiveView
+
+
+class Scheduler:
+    """Own the queues, the seats, the token budget and the blocks; ask a policy whom to serve.
+
+    `submit` requests, then alternate `schedule` and `commit`; `abort` and `preempt` in between. A request
+    that has to make room keeps its tokens and waits at the front. By recompute it gives back its blocks, and
+    its KV is computed again; by swap its KV moves to the host's pool, as long as that has room.
+
+    Args:
+        policy: Decides the order, whom to preempt and how.
+        config: Seats, token budget and longest request.
+        cache: The KV pool.
+    """
+
+    def __init__(self, policy: Policy, config: SchedulerConfig, cache: CacheConfig) -> None:
+        self.policy = policy
+        self.config = config
+        self.blocks: BlockManager | ReservationManager = (
+            BlockManager(cache, config.max_num_batched_tokens)
+            if cache.reservation is None
+            else ReservationManager(cache, config.max_model_len)
+        )
+        self.num_submitted = 0
+        self._step = 0
+        self._states: dict[str, RequestState] = {}
+        self._waiting: OrderedDict[str, RequestState] = OrderedDict()
+        self._swapped: OrderedDict[str, RequestState] = OrderedDict()
+        self._running: list[RequestState] = []
+        self._kept: list[RequestState] = []
+        self._free_seats = list(range(config.max_num_seqs))
+        self._memory = Memory(self.blocks)
+        self._was_refused = False
+        self._view = LiveView(self)
+        self._plan = Draft(config.max_num_batched_tokens)
+        self._served = _overridden_served(policy)
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a request waits or runs."""
+        return bool(self._running or self._waiting or self._swapped)
+
+    @property
+    def running(self) -> Sequence[RequestState]:
+        """Return the unfinished requests with a seat, in the order of admission."""
+        return self._running
+
+    @property
+    def waiting(self) -> Iterable[RequestState]:
+        """Return the requests without a seat: preempted ones first, then by arrival."""
+        return self._waiting.values()
+
+    @property
+    def swapped(self) -> Iterable[RequestState]:
+        """Return the requests whose KV lies in the host's pool, the earliest admitted first."""
+        return self._swapped.values()
+
+    def submit(self, request: Request) -> RequestState:
+        """Queue a request.
+
+        Raises:
+            ValueError: Its id is taken, or it can never be served within the limits; nothing has changed.
+        """
+        if request.id in self._states:
+            raise ValueError(f"request {request.id!r}: the id is taken; give each request an id of its own")
+        num_tokens = request.num_prompt_tokens + request.max_tokens
+        asked = (
+            f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens}"
+        )
+        limit = self.config.max_model_len
+        if limit is not None and num_tokens > limit:
+            raise ValueError(
+                f"{asked} = {num_tokens} tokens, over the model's length of {limit}; "
+                "shorten the prompt or lower max_tokens"
+            )
+        needed = self.blocks.expect(request)
+        if needed > self.blocks.num_blocks:
+            cache = self.blocks.config
+            raise ValueError(
+                f"{asked} needs KV for {num_tokens - 1} tokens = {needed} blocks of {cache.block_size}, but "
+                f"the pool has {cache.num_blocks} ({cache.num_tokens} tokens); raise num_blocks or lower "
+                "max_tokens"
+            )
+        state = RequestState(request, self.num_submitted)
+        self.num_submitted += 1
+        self._states[request.id] = state
+        self._waiting[request.id] = state
+        return state
+
+    def schedule(self, now: float) -> Plan:
+        """Plan the next step.
+
+        Args:
+            now: Seconds since the start of the run.
+
+        Raises:
+            RuntimeError: There is work but none of it could be scheduled, or the policy's proposals have no
+                end; the message has the numbers.
+        """
+        draft = self._plan
+        self._view.now = now
+        step = self._step
+        num_outside = len(self._waiting) + len(self._swapped)
+        most = 10 * (len(self._running) + num_outside) + 100
+        for count, (state, wanted) in enumerate(self.policy.propose(self._view)):
+            if not draft.budget:
+                break
+            if count > most:
+                raise RuntimeError(
+                    f"policy {self.policy.name!r} made over {most} proposals in step {step}, for "
+                    f"{len(self._running)} running and {num_outside} waiting requests; it must end"
+                )
+            if state.scheduled_step == step or state.status is RequestStatus.FINISHED:
+                continue
+            num_tokens = min(wanted, state.num_tokens - state.num_computed_tokens, draft.budget)
+            if num_tokens < 1:
+                continue
+            if type(num_tokens) is not int:
+                raise TypeError(
+                    f"policy {self.policy.name!r} proposed {wanted!r} tokens for {state}; give a whole number"
+                )
+            if state.status is RequestStatus.RUNNING:
+                self._go_on(state, num_tokens)
+            elif not draft.closed and self._free_seats:
+                self._admit(state, num_tokens)
+        self._settle_queues(now)
+        if not draft.scheduled and self.has_work:
+            raise RuntimeError(self._why_stuck())
+        self._step += 1
+        self._was_refused = draft.closed
+        self._plan = Draft(self.config.max_num_batched_tokens)
+        return draft.plan(step, self._kept, self._memory.take_transfers())
+
+    def commit(self, plan: Plan, result: StepResult, now: float) -> Committed:
+        """Take in what a step produced.
+
+        Args:
+            plan: The plan that `schedule` returned last.
+            result: What the executor made of it.
+            now: Seconds since the start of the run, at the end of the step.
+        """
+        states, tokens = self._states, result.tokens
+        memory = self._memory
+        finished: list[RequestState] = []
+        for entry in plan.scheduled:
+            request_id = entry.request_id
+            state = states[request_id]
+            end = entry.start + entry.num_tokens
+            state.num_computed_tokens = end
+            if entry.start < state.num_covered_tokens:
+                state.num_recomputed_tokens += min(end, state.num_covered_tokens) - entry.start
+            if end > state.num_covered_tokens:
+                state.num_covered_tokens = end
+            memory.settle(state, entry.start)
+            if entry.samples:
+                output = state.output_token_ids
+                output.append(tokens[request_id])
+                state.num_tokens += 1
+                state.token_times.append(now)
+                if request_id in result.stopped:
+                    state.finish_reason = "stop"
+                    finished.append(state)
+                elif len(output) >= state.request.max_tokens:
+                    state.finish_reason = "length"
+                    finished.append(state)
+            if self._served is not None:
+                self._served(state, entry.num_tokens)
+        blocks = self.blocks
+        num_external = blocks.num_unusable_blocks
+        if self._was_refused:
+            num_external = blocks.num_blocks - blocks.num_held_blocks - blocks.num_cached_blocks
+        committed = Committed(
+            tuple(finished),
+            len(self._running),
+            len(self._waiting) + len(self._swapped),
+            blocks.num_held_blocks,
+            memory.num_held_tokens(self._running, are_all=not self._kept),
+            blocks.num_cached_blocks,
+            num_external,
+            blocks.num_shared_blocks,
+            len(self._swapped),
+            blocks.num_held_host_blocks,
+        )
+        if finished:
+            self._finish(finished)
+        return committed
+
+    def preempt(self, request_id: str, mode: str | None = None) -> None:
+        """Preempt a running request before the next step, for a test or an experiment.
+
+        Args:
+            request_id: Who has to make room.
+            mode: "recompute" or "swap"; by default what the policy says.
+
+        Raises:
+            ValueError: It is not running, or the mode is unknown.
+        """
+        state = self._states.get(request_id)
+        if state is None or state.status is not RequestStatus.RUNNING:
+            raise ValueError(f"request {request_id!r} is not running, so it cannot be preempted")
+        self._preempt(state, mode)
+        # Nobody was refused; the others may still join.
+        self._plan.closed = False
+        self._settle_queues(0.0)
+
+    def abort(self, request_id: str) -> RequestState:
+        """End a request wherever it is, between two steps; what it generated so far stays in its state.
+
+        Raises:
+            ValueError: The request is unknown or finished.
+        """
+        state = self._states.get(request_id)
+        if state is None or state.status is RequestStatus.FINISHED:
+            raise ValueError(
+                f"request {request_id!r} is {'finished' if state else 'unknown'}, so it cannot be aborted"
+            )
+        state.finish_reason = "abort"
+        if state.status is RequestStatus.RUNNING:
+            self._finish([state])
+            return state
+        if state.status is RequestStatus.SWAPPED:
+            self.blocks.free(state.id)
+        self._waiting.pop(state.id, None)
+        self._swapped.pop(state.id, None)
+        state.status = RequestStatus.FINISHED
+        return state
+
+    def check(self) -> None:
+        """Prove the invariants of queues, seats and blocks.
+
+        Raises:
+            AssertionError: One does not hold.
+        """
+        check_scheduler(self)
+
+    def _schedule(
+        self,
+        state: RequestState,
+        num_tokens: int,
+        new_block_ids: tuple[int, ...],
+        replaced: tuple[tuple[int, int], ...] = (),
+    ) -> None:
+        start, draft = state.num_computed_tokens, self._plan
+        pending = state.num_tokens - start
+        state.scheduled_step = self._step
+        draft.budget -= num_tokens
+        draft.scheduled[state.request.id] = Scheduled(
+            state.request.id,
+            state.seat,  # type: ignore[arg-type]
+            start,
+            num_tokens,
+            pending > 1 or not state.output_token_ids,
+            num_tokens == pending,
+            new_block_ids,
+            replaced,
+        )
+
+    def _go_on(self, state: RequestState, num_tokens: int) -> None:
+        """Schedule a running request, preempting others for its blocks or, at last, itself."""
+        grown = self._memory.grow(state, num_tokens, lambda: self._make_room(state))
+        if grown is not None:
+            self._schedule(state, num_tokens, *grown)
+
+    def _make_room(self, state: RequestState) -> bool:
+        """Free some blocks for a running request; return whether it still runs itself."""
+        if self._kept:
+            # A row computed for nothing gives way before anyone loses work.
+            self._vacate(self._kept.pop())
+            return True
+        victim = self.policy.victim(self._view, self._running)
+        self._preempt(victim)
+        return victim is not state
+
+    def _admit(self, state: RequestState, wanted: int) -> None:
+        """Seat a waiting or swapped request if the blocks for all its known tokens are free."""
+        is_swapped = state.status is RequestStatus.SWAPPED
+        queue = self._swapped if is_swapped else self._waiting
+        if queue.get(state.id) is not state:
+            raise ValueError(
+                f"policy {self.policy.name!r} proposed {state}; propose requests of the view only"
+            )
+        if is_swapped:
+            has_room = self._memory.swap_in(state)
+        else:
+            sibling = self._sibling(state)
+            if sibling is not None and sibling.num_computed_tokens < state.num_prompt_tokens:
+                # Its prompt is being computed: joining later saves computing it twice.
+                return
+            has_room = self._memory.begin(state, sibling)
+        if not has_room:
+            self._plan.closed = True
+            return
+        num_tokens = min(wanted, state.num_tokens - state.num_computed_tokens)
+        grown = self._memory.grow(state, num_tokens, lambda: False)
+        assert grown is not None
+        state.seat = heappop(self._free_seats)
+        state.status = RequestStatus.RUNNING
+        self._plan.admitted[state.id] = (state, state.seat)
+        self._running = [*self._running, state]
+        self._schedule(state, num_tokens, self.blocks.table(state.id))
+
+    def _sibling(self, state: RequestState) -> RequestState | None:
+        """Return a running parallel sample of the same prompt, the one that has come farthest."""
+        request = state.request
+        if request.group is None:
+            return None
+        if not self.policy.joins_late or self.blocks.config.reservation is not None:
+            return None
+        siblings = [
+            other
+            for other in self._running
+            if other.request.group == request.group
+            and other.request.prompt == request.prompt
+            and other.request.cache_salt == request.cache_salt
+        ]
+        return max(siblings, key=lambda other: other.num_computed_tokens, default=None)
+
+    def _preempt(self, state: RequestState, mode: str | None = None) -> None:
+        """Take a request's seat and blocks, and its part of this step if it has one already."""
+        if state not in self._running:
+            raise ValueError(
+                f"policy {self.policy.name!r} chose {state} as victim; choose one of the candidates"
+            )
+        mode = mode or self.policy.preemption(self._view, state)
+        if mode not in PREEMPTIONS:
+            raise ValueError(
+                f"policy {self.policy.name!r} wants {state} preempted by {mode!r}; choose one of "
+                f"{PREEMPTIONS}"
+            )
+        draft = self._plan
+        draft.closed = True
+        entry = draft.scheduled.pop(state.id, None)
+        if entry is not None:
+            draft.budget += entry.num_tokens
+        came_now = draft.admitted.pop(state.id, None) is not None
+        # What only the prefix cache gave it in this very step is not worth moving.
+        is_new = came_now and state.id not in self._swapped
+        if mode == "swap" and not is_new and self._memory.swap_out(state):
+            state.status = RequestStatus.SWAPPED
+            draft.swapped += [] if came_now else [state.id]
+        else:
+            self._memory.discard(state)
+            state.status = RequestStatus.WAITING
+        if not is_new:
+            draft.displaced.append(state)
+        if not came_now:
+            draft.preempted.append(state)
+            state.num_preemptions += 1
+        # It may not come back in the step that took its seat.
+        state.scheduled_step = self._step
+        # A new list, since the policy may be walking the old one.
+        self._running = [other for other in self._running if other is not state]
+        self._vacate(state)
+
+    def _vacate(self, state: RequestState) -> None:
+        self._memory.release(state)
+        assert state.seat is not None
+        heappush(self._free_seats, state.seat)
+        state.seat = None
+
+    def _settle_queues(self, now: float) -> None:
+        """Move who was admitted or preempted; put off until now because the policy walks the queues."""
+        draft = self._plan
+        for state, _ in draft.admitted.values():
+            if self._swapped.pop(state.id, None) is None:
+                del self._waiting[state.id]
+            if state.first_scheduled is None:
+                state.first_scheduled = now
+            found = state.num_computed_tokens - state.num_covered_tokens
+            if found > 0:
+                state.num_cached_tokens += found
+                state.num_covered_tokens += found
+        for state in draft.displaced:
+            self._swapped.pop(state.id, None)
+            queue = self._swapped if state.status is RequestStatus.SWAPPED else self._waiting
+            queue[state.id] = state
+            queue.move_to_end(state.id, last=False)
+        draft.displaced = []
+
+    def _finish(self, finished: list[RequestState]) -> None:
+        for state in finished:
+            state.status = RequestStatus.FINISHED
+            self._memory.num_referred_tokens -= num_kept_tokens(state)
+        self._running = [state for state in self._running if state.status is RequestStatus.RUNNING]
+        leaving = finished
+        if self.policy.keeps_seats:
+            self._kept.extend(finished)
+            leaving = [] if self._running else self._kept
+        for state in leaving:
+            self._vacate(state)
+        if not self._running:
+            self._kept = []
+
+    def _why_stuck(self) -> str:
+        first = next(iter((*self._running, *self._swapped.values(), *self._waiting.values())))
+        return (
+            f"policy {self.policy.name!r} left step {self._step} without work: {len(self._running)} running, "
+            f"{len(self._waiting)} waiting, {len(self._swapped)} swapped, {len(self._free_seats)} of "
+            f"{self.config.max_num_seqs} seats free, {self.blocks.num_free_blocks} of "
+            f"{self.blocks.num_blocks} blocks free, token budget {self.config.max_num_batched_tokens}; first in "
+            f"line is {first}. Its `propose` must yield every "
+            f"request that it may serve, and go on after one that does not fit"
+        )
+
+
+def _overridden_served(policy: Policy) -> Callable[[RequestState, int], None] | None:
+    """Return the policy's `served` unless it is the base's, which does nothing: it is a call per token."""
+    return policy.served if type(policy).served is not Policy.served else None

@@ -1,0 +1,38 @@
+"""What holds between any two steps."""
+
+from typing import TYPE_CHECKING
+
+from cbresearch.request import RequestStatus
+from cbresearch.scheduler.memory import num_kept_tokens
+
+if TYPE_CHECKING:
+    from cbresearch.scheduler.core import Scheduler
+
+
+def check_scheduler(scheduler: "Scheduler") -> None:
+    """Prove the invariants of a scheduler's queues, seats and blocks; AssertionError where one fails."""
+    scheduler.blocks.check()
+    seated = scheduler._running + scheduler._kept
+    seats = [state.seat for state in seated]
+    assert len(seated) <= scheduler.config.max_num_seqs, "more requests than seats"
+    assert sorted([*scheduler._free_seats, *(seat for seat in seats if seat is not None)]) == list(
+        range(scheduler.config.max_num_seqs)
+    ), f"seats are lost or shared: held {seats}, free {scheduler._free_seats}"
+    queued = [*scheduler._waiting, *scheduler._swapped, *(state.id for state in seated)]
+    assert len(set(queued)) == len(queued), "a request is in two queues"
+    for state in scheduler._waiting.values():
+        assert state.status is RequestStatus.WAITING, f"{state} is in the waiting queue"
+        assert not scheduler.blocks.table(state.id), f"{state} waits but holds blocks"
+        assert not scheduler.blocks.host_table(state.id), f"{state} waits but holds host blocks"
+    for state in scheduler._swapped.values():
+        assert state.status is RequestStatus.SWAPPED, f"{state} is in the swapped queue"
+        assert scheduler.blocks.host_table(state.id), f"{state} is swapped out but holds no host blocks"
+    for state in scheduler._running:
+        assert state.status is RequestStatus.RUNNING, f"{state} is in the running queue"
+    held = sum(num_kept_tokens(state) for state in scheduler._running)
+    counted = scheduler._memory.num_referred_tokens
+    assert held == counted, f"{held} tokens are held, {counted} counted"
+    if not seated:
+        assert scheduler.blocks.num_held_blocks == 0, "blocks are held although nothing runs"
+    if not scheduler._swapped:
+        assert scheduler.blocks.num_held_host_blocks == 0, "host blocks are held although nothing is swapped"

@@ -1,0 +1,174 @@
+"""The KV side of the scheduler: what requests need, in blocks and in transfers that fill them."""
+
+from collections.abc import Callable, Iterable
+
+from cbresearch.blocks import NULL_BLOCK, BlockManager, Extra
+from cbresearch.plan import Transfer
+from cbresearch.request import Request, RequestState
+from cbresearch.reservation import ReservationManager
+
+Replaced = tuple[tuple[int, int], ...]
+"""(place in a block table, physical block that stands there now) pairs."""
+
+
+class Memory:
+    """Give requests their blocks and take them back, and note what has to be copied for it.
+
+    Args:
+        blocks: The pool's bookkeeping.
+    """
+
+    def __init__(self, blocks: BlockManager | ReservationManager) -> None:
+        self.blocks = blocks
+        self.transfers: list[Transfer] = []
+        self.num_referred_tokens = 0
+        self._has_forks = False
+
+    def begin(self, state: RequestState, sibling: RequestState | None) -> bool:
+        """Begin a newcomer's table with what others hold of its prompt, if there is room for all of it.
+
+        Args:
+            state: A request that holds nothing.
+            sibling: A parallel sample that has its prompt computed and still holds it, or None.
+        """
+        blocks, size = self.blocks, self.blocks.config.block_size
+        matched = blocks.match(state.token_ids, extra_of(state.request))
+        num_cached = len(matched) * size
+        # Its last prompt token is computed again, since the answer begins with that one's logits.
+        forked = state.num_prompt_tokens - 1
+        if sibling is not None and forked > num_cached:
+            table = blocks.table(sibling.id)[: blocks.blocks_for(forked)]
+            # What the sibling has given back must be out of this one's sight as well.
+            if NULL_BLOCK not in table[blocks.num_out_of_sight(forked) :]:
+                matched, num_cached = table, forked
+        num_lost = blocks.num_out_of_sight(num_cached)
+        matched = (NULL_BLOCK,) * num_lost + matched[num_lost:]
+        num_copies = int(num_cached % size > 0)
+        if not blocks.can_allocate(state.id, state.num_tokens, matched, num_copies):
+            return False
+        # Shared first: what was matched can then not be evicted to make room for the rest.
+        blocks.share(state.id, matched)
+        state.num_computed_tokens = num_cached
+        state.num_forgotten_tokens = size * num_lost
+        self.num_referred_tokens += num_kept_tokens(state)
+        if num_copies:
+            self._has_forks = True
+            copied = self._copy_on_write(state, num_cached)
+            assert copied is not None
+        return True
+
+    def grow(
+        self, state: RequestState, num_tokens: int, make_room: Callable[[], bool]
+    ) -> tuple[tuple[int, ...], Replaced] | None:
+        """Get a request blocks of its own to write its next tokens to.
+
+        Args:
+            state: The request.
+            num_tokens: How many tokens it computes next.
+            make_room: Called when blocks run out, as often as needed; returns False if it is no use.
+
+        Returns:
+            The blocks added to its table and the places of it where a copy stands now, or None if there is
+            no room.
+        """
+        start = state.num_computed_tokens
+        replaced: Replaced = ()
+        if self._has_forks and start % self.blocks.config.block_size:
+            copied = self._copy_on_write(state, start)
+            while copied is None:
+                if not make_room():
+                    return None
+                copied = self._copy_on_write(state, start)
+            replaced = copied
+        added = self.blocks.allocate(state.request.id, start + num_tokens)
+        while added is None:
+            if not make_room():
+                return None
+            added = self.blocks.allocate(state.request.id, start + num_tokens)
+        return added, replaced
+
+    def swap_in(self, state: RequestState) -> bool:
+        """Bring a request's KV back to the device, if there is room for it and its next tokens."""
+        if not self.blocks.can_swap_in(state.id, state.num_tokens):
+            return False
+        pairs = self.blocks.swap_in(state.id)
+        assert pairs is not None
+        self.transfers += [Transfer("swap_in", source, target) for source, target in pairs]
+        self.num_referred_tokens += num_kept_tokens(state)
+        return True
+
+    def swap_out(self, state: RequestState) -> bool:
+        """Move a request's KV to the host, if it has any and the host has room."""
+        pairs = self.blocks.swap_out(state.id, state.num_computed_tokens)
+        if pairs is None:
+            return False
+        self.transfers += [Transfer("swap_out", source, target) for source, target in pairs]
+        self.num_referred_tokens -= num_kept_tokens(state)
+        return True
+
+    def discard(self, state: RequestState) -> None:
+        """Give back a request's blocks; its KV has to be computed again."""
+        self.release(state)
+        self.num_referred_tokens -= num_kept_tokens(state)
+        state.num_computed_tokens = state.num_forgotten_tokens = 0
+
+    def release(self, state: RequestState) -> None:
+        """Give back a request's blocks, if it holds any."""
+        if self.blocks.table(state.id):
+            self.blocks.free(state.id)
+
+    def settle(self, state: RequestState, start: int) -> None:
+        """Take note that a request's tokens from `start` on are computed: cache and forget what is due."""
+        cache = self.blocks.config
+        end, size = state.num_computed_tokens, cache.block_size
+        self.num_referred_tokens += end - start
+        if cache.prefix_caching and end // size > start // size:
+            self.blocks.enter(state.id, state.token_ids, end, extra_of(state.request))
+        if cache.sliding_window is not None:
+            forgotten = size * self.blocks.forget(state.id, end)
+            self.num_referred_tokens -= forgotten - state.num_forgotten_tokens
+            state.num_forgotten_tokens = forgotten
+
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Return the transfers noted since the last call, in their order."""
+        taken, self.transfers = tuple(self.transfers), []
+        return taken
+
+    def num_held_tokens(self, running: Iterable[RequestState], are_all: bool) -> int:
+        """Count the tokens of unfinished requests in held blocks, shared ones once.
+
+        Args:
+            running: The unfinished requests.
+            are_all: Whether nobody else holds blocks.
+        """
+        size = self.blocks.config.block_size
+        if are_all and not self._has_forks:
+            return self.num_referred_tokens - self.blocks.num_shared_blocks * size
+        # Some references are those of finished rows, whose tokens do not count, or to blocks filled in part.
+        in_block: dict[int, int] = {}
+        for state in running:
+            for place, block in enumerate(self.blocks.table(state.id)):
+                filled = min(size, state.num_computed_tokens - size * place)
+                if block != NULL_BLOCK and filled > in_block.get(block, 0):
+                    in_block[block] = filled
+        return sum(in_block.values())
+
+    def _copy_on_write(self, state: RequestState, start: int) -> Replaced | None:
+        """Give a request a block of its own where it writes next; None if no block is free."""
+        place = start // self.blocks.config.block_size
+        pairs = self.blocks.make_writable(state.id, place)
+        if not pairs:
+            return pairs
+        ((source, target),) = pairs
+        self.transfers.append(Transfer("copy", source, target))
+        return ((place, target),)
+
+
+def num_kept_tokens(state: RequestState) -> int:
+    """Return the tokens whose KV a request refers to."""
+    return state.num_computed_tokens - state.num_forgotten_tokens
+
+
+def extra_of(request: Request) -> Extra:
+    """Return what beside its tokens tells a request's prefix apart."""
+    return () if request.cache_salt is None else (("salt", request.cache_salt),)
