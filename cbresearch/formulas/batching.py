@@ -1,22 +1,15 @@
-"""Closed forms for what static and continuous batching should give; `metrics` measures the same quantities.
+"""Steps, slots and speed-up of static and continuous batching.
 
-Letters: B slots, X a request's output length (one step a token), M_B the largest of B independent X, P its
-prompt, F the distribution function of X, N a model's parameters; a step of n rows takes t0 + t1·n seconds.
-Forms without a paper are derived where they stand. Every function raises ValueError, naming the argument
-and its value, if the value is out of range or the sample is empty.
+Letters: B slots, X a request's output length (one step a token), M_B the largest of B independent X, F the
+distribution function of X; a step of n rows takes t0 + t1·n seconds.
 """
 
 import math
-import operator
 from heapq import heapreplace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from cbresearch.config import ModelShape
-
-Lengths = npt.ArrayLike
+from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
 
 
 def expected_max(lengths: Lengths, num_slots: int) -> float:
@@ -29,8 +22,8 @@ def expected_max(lengths: Lengths, num_slots: int) -> float:
         lengths: Observed lengths in tokens.
         num_slots: Slots B.
     """
-    slots = _count("num_slots", num_slots)
-    values, counts = np.unique(_lengths("lengths", lengths), return_counts=True)
+    slots = count("num_slots", num_slots)
+    values, counts = np.unique(lengths_array("lengths", lengths), return_counts=True)
     below_or_at = (np.cumsum(counts) / counts.sum()) ** slots
     return float(values @ np.diff(below_or_at, prepend=0.0))
 
@@ -46,7 +39,7 @@ def expected_max_uniform(low: int, high: int, num_slots: int) -> float:
         high: Largest length in tokens.
         num_slots: Slots B.
     """
-    low, high, slots = _count("low", low), _count("high", high), _count("num_slots", num_slots)
+    low, high, slots = count("low", low), count("high", high), count("num_slots", num_slots)
     if high < low:
         raise ValueError(f"high is {high!r}, below low {low!r}")
     return high - float(np.sum((np.arange(1, high - low + 1) / (high - low + 1)) ** slots))
@@ -61,8 +54,8 @@ def expected_max_exponential(mean: float, num_slots: int) -> float:
         mean: Mean length in tokens.
         num_slots: Slots B.
     """
-    _positive(mean=mean)
-    return float(mean * _harmonic(_count("num_slots", num_slots)))
+    positive(mean=mean)
+    return float(mean * _harmonic(count("num_slots", num_slots)))
 
 
 def expected_max_geometric(p: float, num_slots: int) -> float:
@@ -76,7 +69,7 @@ def expected_max_geometric(p: float, num_slots: int) -> float:
         p: Probability that a token is the last; the mean length is 1/p tokens.
         num_slots: Slots B.
     """
-    slots = _count("num_slots", num_slots)
+    slots = count("num_slots", num_slots)
     if not 0 < p <= 1:
         raise ValueError(f"p is {p!r}; it must be a probability above 0")
     rate = -math.log1p(-p) if p < 1 else math.inf
@@ -100,7 +93,7 @@ def static_utilization(mean_length: float, expected_maximum: float) -> float:
         mean_length: E[X] in tokens.
         expected_maximum: E[M_B] in tokens.
     """
-    _positive(mean_length=mean_length, expected_maximum=expected_maximum)
+    positive(mean_length=mean_length, expected_maximum=expected_maximum)
     if expected_maximum < mean_length * (1 - 1e-12):
         raise ValueError(f"expected_maximum is {expected_maximum!r}, below mean_length {mean_length!r}")
     return float(mean_length / expected_maximum)
@@ -114,22 +107,7 @@ def mean_occupancy_static(mean_length: float, expected_maximum: float, num_slots
         expected_maximum: E[M_B] in tokens.
         num_slots: Slots B.
     """
-    return _count("num_slots", num_slots) * static_utilization(mean_length, expected_maximum)
-
-
-def flop_utilization(lengths: Lengths, flops_per_token: float, peak_flops: float, seconds: float) -> float:
-    """Return the share of the peak arithmetic that the output needed, Σ Lᵢ·f/(C·T).
-
-    Source: model FLOPs utilization, PaLM, 2022, appendix B, with the output tokens as the useful work.
-
-    Args:
-        lengths: Output lengths Lᵢ of the requests served, in tokens.
-        flops_per_token: FLOP f of one token, from `flops_per_token`.
-        peak_flops: C in FLOP/s, measured (the best matrix product) or from the data sheet; say which.
-        seconds: Time T that the run took.
-    """
-    _positive(flops_per_token=flops_per_token, peak_flops=peak_flops, seconds=seconds)
-    return float(_lengths("lengths", lengths).sum() * flops_per_token / (peak_flops * seconds))
+    return count("num_slots", num_slots) * static_utilization(mean_length, expected_maximum)
 
 
 def speed_up(mean_length: float, expected_maximum: float) -> float:
@@ -165,7 +143,7 @@ def speed_up_with_step_cost(
         padded: Whether the static batch computes finished rows until its longest request is done.
     """
     _check_step_cost(t0, t1)
-    equal_steps, rows = speed_up(mean_length, expected_maximum), t1 * _count("num_slots", num_slots)
+    equal_steps, rows = speed_up(mean_length, expected_maximum), t1 * count("num_slots", num_slots)
     return equal_steps if padded else float((t0 * equal_steps + rows) / (t0 + rows))
 
 
@@ -191,7 +169,7 @@ def continuous_steps(lengths: Lengths, num_slots: int) -> int:
         lengths: Output lengths in tokens, in the order of service.
         num_slots: Slots B.
     """
-    slots, whole = _count("num_slots", num_slots), _whole_lengths(lengths)
+    slots, whole = count("num_slots", num_slots), _whole_lengths(lengths)
     slot_ends = [0] * min(slots, len(whole))
     for length in whole:
         heapreplace(slot_ends, slot_ends[0] + length)
@@ -208,7 +186,7 @@ def graham_bounds(lengths: Lengths, num_slots: int) -> tuple[float, float]:
         lengths: Output lengths in tokens.
         num_slots: Slots B.
     """
-    slots, whole = _count("num_slots", num_slots), _whole_lengths(lengths)
+    slots, whole = count("num_slots", num_slots), _whole_lengths(lengths)
     share, longest = sum(whole) / slots, max(whole)
     return max(share, longest), share + (1 - 1 / slots) * longest
 
@@ -274,7 +252,7 @@ def throughput_decode(num_seqs: float, step_seconds: float) -> float:
         num_seqs: Requests n that decode in a step, one token each; a mean is welcome.
         step_seconds: Seconds t of the step.
     """
-    _positive(num_seqs=num_seqs, step_seconds=step_seconds)
+    positive(num_seqs=num_seqs, step_seconds=step_seconds)
     return float(num_seqs / step_seconds)
 
 
@@ -287,113 +265,8 @@ def occupancy_by_littles_law(rate: float, mean_residence: float) -> float:
         rate: Requests per second λ that enter.
         mean_residence: Mean seconds W from entering a slot to leaving it.
     """
-    _positive(rate=rate, mean_residence=mean_residence)
+    positive(rate=rate, mean_residence=mean_residence)
     return float(rate * mean_residence)
-
-
-def kv_bytes_per_token(shape: ModelShape) -> int:
-    """Return the bytes of one token's keys and values: 2 · layers · KV heads · head size · element bytes.
-
-    Source: vLLM (PagedAttention), SOSP'23, section 3; KV heads in place of heads for grouped queries.
-    """
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * shape.dtype_bytes
-
-
-def kv_bytes_per_request(shape: ModelShape, num_tokens: int, block_size: int | None = None) -> int:
-    """Return the bytes that a request of `num_tokens` cached tokens takes from the pool.
-
-    Source: vLLM (PagedAttention), SOSP'23, section 4: whole blocks only.
-
-    Args:
-        shape: The model.
-        num_tokens: Cached tokens; at most prompt + output − 1, since the last token is never fed back.
-        block_size: Tokens per block, or None for memory to the exact token.
-    """
-    tokens = _count("num_tokens", num_tokens)
-    if block_size is not None:
-        block = _count("block_size", block_size)
-        tokens = -(-tokens // block) * block
-    return tokens * kv_bytes_per_token(shape)
-
-
-def weight_bytes(shape: ModelShape) -> int:
-    """Return the bytes of a model's weights, N · element bytes. Source: definition."""
-    return shape.num_parameters * shape.dtype_bytes
-
-
-def num_requests_that_fit(capacity: float, per_request: float, reserved: float = 0.0) -> int:
-    """Return how many requests fit, ⌊(capacity − reserved)/per request⌋. Source: definition.
-
-    Args:
-        capacity: Memory in bytes, or a pool in tokens.
-        per_request: What each holds, in the same unit: at its longest, or `time_mean_held_tokens` on average.
-        reserved: What is not for the cache, in the same unit, such as `weight_bytes`.
-    """
-    _positive(capacity=capacity, per_request=per_request)
-    _non_negative(reserved=reserved)
-    return max(0, int((capacity - reserved) // per_request))
-
-
-def flops_per_token(shape: ModelShape, context_length: float) -> float:
-    """Return the FLOP of one token's forward pass, 2N + 4 · layers · query heads · head size · context.
-
-    Source: PaLM, 2022, appendix B, the forward third. N should leave out an embedding table that is only
-    looked up (one that also serves as output layer counts).
-
-    Args:
-        shape: The model.
-        context_length: Tokens that the token attends to, itself included; a mean is welcome.
-    """
-    _non_negative(context_length=context_length)
-    attention_width = shape.num_layers * shape.num_heads * shape.head_dim
-    return float(2 * shape.num_parameters + 4 * attention_width * context_length)
-
-
-def paged_fragmentation(mean_held: float, block_size: int) -> float:
-    """Return the expected empty share of held blocks, ((b − 1)/2)/(E[held] + (b − 1)/2).
-
-    Only a request's last block is part empty, by (b − 1)/2 tokens if its length mod b is uniform.
-    Source: vLLM (PagedAttention), SOSP'23, sections 3.1 and 4; the mean is ours.
-
-    Args:
-        mean_held: Mean cached tokens of a running request, over time.
-        block_size: Tokens per block b.
-    """
-    _positive(mean_held=mean_held)
-    empty = (_count("block_size", block_size) - 1) / 2
-    return float(empty / (mean_held + empty))
-
-
-def fragmentation(valid: float, capacity: float) -> float | None:
-    """Return the empty share of held memory, 1 − valid/capacity; None if none is held.
-
-    Source: vLLM (PagedAttention), SOSP'23, section 3.1 (reserved and internal waste together).
-
-    Args:
-        valid: Tokens whose keys and values are needed.
-        capacity: Tokens for which memory is held.
-    """
-    _non_negative(valid=valid, capacity=capacity)
-    if valid > capacity:
-        raise ValueError(f"valid is {valid!r}, above capacity {capacity!r}")
-    return float(1 - valid / capacity) if capacity else None
-
-
-def time_mean_held_tokens(prompts: Lengths, outputs: Lengths) -> float:
-    """Return the cached tokens of a running request, averaged over time: E[XP]/E[X] + E[X²]/(2E[X]).
-
-    A request holds P + x after x of its X equal steps: PX + X²/2 in sum. A time average sees it X times, so
-    the sum over requests is divided by ΣX. Counted at the end of each step, the first of which computes the
-    prompt, it is 1/2 token less: P + x − 1 after x steps. Source: own derivation (length-biased sampling).
-
-    Args:
-        prompts: Prompt lengths P in tokens.
-        outputs: Output lengths X in tokens, of the same requests.
-    """
-    prompt, output = _lengths("prompts", prompts), _lengths("outputs", outputs)
-    if len(prompt) != len(output):
-        raise ValueError(f"prompts has {len(prompt)} values, but outputs has {len(output)}")
-    return float((output @ prompt + output @ output / 2) / output.sum())
 
 
 def _harmonic(number: int) -> float:
@@ -401,49 +274,18 @@ def _harmonic(number: int) -> float:
 
 
 def _batches(lengths: Lengths, num_slots: int) -> list[list[int]]:
-    slots, whole = _count("num_slots", num_slots), _whole_lengths(lengths)
+    slots, whole = count("num_slots", num_slots), _whole_lengths(lengths)
     return [whole[first : first + slots] for first in range(0, len(whole), slots)]
 
 
 def _whole_lengths(lengths: Lengths) -> list[int]:
-    values = _lengths("lengths", lengths)
+    values = lengths_array("lengths", lengths)
     for value in values[values != np.floor(values)]:
         raise ValueError(f"lengths holds {float(value)!r}; a number of steps is whole")
     return [int(value) for value in values]
 
 
-def _lengths(name: str, values: Lengths) -> npt.NDArray[np.float64]:
-    array = np.asarray(values, dtype=np.float64)
-    if array.ndim != 1 or not array.size:
-        raise ValueError(f"{name} has shape {array.shape}; give a list of at least one length")
-    for value in array[~(np.isfinite(array) & (array > 0))]:
-        raise ValueError(f"{name} holds {float(value)!r}; lengths are finite and above 0")
-    return array
-
-
 def _check_step_cost(t0: float, t1: float) -> None:
-    _non_negative(t0=t0, t1=t1)
+    non_negative(t0=t0, t1=t1)
     if not t0 + t1:
         raise ValueError(f"t0 and t1 are both {t0!r}; a step takes time")
-
-
-def _count(name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-    return number
-
-
-def _positive(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}; it must be finite and above 0")
-
-
-def _non_negative(**values: float) -> None:
-    for name, value in values.items():
-        if not 0 <= value < math.inf:
-            raise ValueError(f"{name} is {value!r}; it must be finite, 0 or more")

@@ -1,0 +1,45 @@
+"""What the closed forms check of their arguments; each raises ValueError with the name and the value."""
+
+import math
+import operator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Lengths = npt.ArrayLike
+
+
+def lengths_array(name: str, values: Lengths) -> npt.NDArray[np.float64]:
+    """Return a list of at least one finite length above 0 as an array."""
+    array = np.asarray(values, dtype=np.float64)
+    if array.ndim != 1 or not array.size:
+        raise ValueError(f"{name} has shape {array.shape}; give a list of at least one length")
+    for value in array[~(np.isfinite(array) & (array > 0))]:
+        raise ValueError(f"{name} holds {float(value)!r}; lengths are finite and above 0")
+    return array
+
+
+def count(name: str, value: Any) -> int:
+    """Return an integer of at least 1 as a plain int, whatever integer type it came as."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1 or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
+    return number
+
+
+def positive(**values: float) -> None:
+    """Require finite numbers above 0."""
+    for name, value in values.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}; it must be finite and above 0")
+
+
+def non_negative(**values: float) -> None:
+    """Require finite numbers of 0 or more."""
+    for name, value in values.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{name} is {value!r}; it must be finite, 0 or more")
