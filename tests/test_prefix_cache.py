@@ -7,9 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cbresearch import policies
 from cbresearch.blocks import BlockManager
@@ -59,95 +56,6 @@ def serve_checked(requests, policy="fcfs", seats=8, budget=2048, num_blocks=100,
     trace = serve(requests, scheduler, CostExecutor(Linear(1.0)), on_step=lambda record: scheduler.check())
     assert scheduler.blocks.num_free_blocks == num_blocks
     return trace
-
-
-class SharedPoolAgainstMemory(RuleBasedStateMachine):
-    """Drive a pool at random beside a memory that holds, at each place, all tokens that its KV depends on."""
-
-    @initialize(num_blocks=st.integers(1, 10), block_size=st.integers(1, 4))
-    def create(self, num_blocks, block_size):
-        self.pool = pool(num_blocks, block_size)
-        self.size = block_size
-        self.memory = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.computed: dict[str, int] = {}
-        self.num_created = 0
-
-    def write(self, request_id, up_to):
-        tokens, table = self.tokens[request_id], self.pool.table(request_id)
-        for place in range(self.computed[request_id], up_to):
-            block = table[place // self.size]
-            holders = [other for other in self.tokens if block in self.pool.table(other)]
-            assert holders == [request_id], f"block {block} is written while {holders} refer to it"
-            self.memory[block, place % self.size] = tuple(tokens[: place + 1])
-        self.computed[request_id] = up_to
-        self.pool.enter(request_id, tokens, up_to)
-
-    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14), data=st.data())
-    def admit(self, token_ids, data):
-        matched = self.pool.match(token_ids)
-        num_cached = len(matched) * self.size
-        assert num_cached < len(token_ids)
-        for place in range(num_cached):
-            kept = self.memory[matched[place // self.size], place % self.size]
-            assert kept == tuple(token_ids[: place + 1]), "a hit holds the KV of another prefix"
-        request_id = f"r{self.num_created}"
-        before = [self.pool.table(other) for other in self.tokens]
-        if not self.pool.can_allocate(request_id, len(token_ids), matched):
-            assert [self.pool.table(other) for other in self.tokens] == before
-            return
-        self.num_created += 1
-        self.pool.share(request_id, matched)
-        assert self.pool.allocate(request_id, len(token_ids)) is not None
-        self.tokens[request_id] = list(token_ids)
-        self.computed[request_id] = num_cached
-        self.write(request_id, data.draw(st.integers(num_cached, len(token_ids))))
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def advance(self, data):
-        request_id = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.write(
-            request_id, data.draw(st.integers(self.computed[request_id], len(self.tokens[request_id])))
-        )
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data(), token=st.integers(0, 1))
-    def append(self, data, token):
-        request_id = data.draw(st.sampled_from(sorted(self.tokens)))
-        if self.pool.allocate(request_id, len(self.tokens[request_id]) + 1) is None:
-            return
-        self.tokens[request_id].append(token)
-        self.write(request_id, len(self.tokens[request_id]))
-
-    @precondition(lambda self: self.tokens)
-    @rule(data=st.data())
-    def free(self, data):
-        request_id = data.draw(st.sampled_from(sorted(self.tokens)))
-        self.pool.free(request_id)
-        del self.tokens[request_id], self.computed[request_id]
-        with pytest.raises(ValueError, match="holds no blocks"):
-            self.pool.free(request_id)
-
-    @invariant()
-    def pool_is_sound(self):
-        self.pool.check()
-        held = {block for request_id in self.tokens for block in self.pool.table(request_id)}
-        assert self.pool.num_held_blocks == len(held)
-        references = sum(len(self.pool.table(request_id)) for request_id in self.tokens)
-        assert self.pool.num_shared_blocks == references - len(held)
-
-    def teardown(self):
-        for request_id in self.tokens:
-            self.pool.free(request_id)
-        self.pool.check()
-        assert self.pool.num_free_blocks == self.pool.num_blocks
-
-
-TestSharedPoolAgainstMemory = SharedPoolAgainstMemory.TestCase
-TestSharedPoolAgainstMemory.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None, derandomize=True
-)
 
 
 def test_a_fully_cached_prompt_still_computes_its_last_token():

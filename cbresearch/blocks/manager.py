@@ -76,6 +76,11 @@ class BlockManager:
         return len(self._unreferenced)
 
     @property
+    def cached_block_ids(self) -> tuple[int, ...]:
+        """Return the blocks that hold a cached prefix which nobody refers to, the next to go first."""
+        return tuple(self._unreferenced)
+
+    @property
     def num_held_blocks(self) -> int:
         """Return how many blocks are held, a shared one counted once."""
         return self.config.num_blocks - self.num_free_blocks

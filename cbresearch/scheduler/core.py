@@ -413,8 +413,8 @@ class Scheduler:
             f"policy {self.policy.name!r} left step {self._step} without work: {len(self._running)} running, "
             f"{len(self._waiting)} waiting, {len(self._swapped)} swapped, {len(self._free_seats)} of "
             f"{self.config.max_num_seqs} seats free, {self.blocks.num_free_blocks} of "
-            f"{self.blocks.num_blocks} blocks free, token budget {self.config.max_num_batched_tokens}; first in "
-            f"line is {first}. Its `propose` must yield every "
+            f"{self.blocks.num_blocks} blocks free, token budget {self.config.max_num_batched_tokens}; first "
+            f"in line is {first}. Its `propose` must yield every "
             f"request that it may serve, and go on after one that does not fit"
         )
 
