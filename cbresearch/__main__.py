@@ -21,7 +21,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_options(options)
         # Before the work, so that an output folder that cannot be is not found out after it.
         folder.mkdir(parents=True, exist_ok=True)
-        limits = SchedulerConfig(options.max_num_seqs, options.max_num_batched_tokens)
+        limits = SchedulerConfig(
+            options.max_num_seqs, options.max_num_batched_tokens, preemption=options.preemption
+        )
         if options.command == "compare":
             comparison = compare(
                 options.model,
@@ -31,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 block_size=options.block_size,
                 num_blocks=options.num_blocks,
                 prefix_caching=not options.no_prefix_caching,
+                num_host_blocks=options.host_blocks,
                 seed=options.seed,
                 trust_remote_code=options.trust_remote_code,
             )
@@ -43,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 block_size=options.block_size,
                 num_blocks=options.num_blocks,
                 prefix_caching=not options.no_prefix_caching,
+                num_host_blocks=options.host_blocks,
                 seed=options.seed,
             )
     except (ValueError, FloatingPointError, OSError) as error:
@@ -56,11 +60,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _check_options(options: argparse.Namespace) -> None:
     if options.seed < 0:
         raise ValueError(f"--seed is {options.seed}; it must be 0 or more")
-    if options.preemption == "swap" or options.host_blocks:
-        raise ValueError(
-            f"--preemption {options.preemption} with --host-blocks {options.host_blocks}: this version has "
-            "no host tier to swap to; use --preemption recompute and --host-blocks 0"
-        )
+    if options.host_blocks is not None and options.host_blocks < 0:
+        raise ValueError(f"--host-blocks is {options.host_blocks}; it must be 0 or more")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -94,10 +95,14 @@ def _parser() -> argparse.ArgumentParser:
         "--preemption",
         choices=["recompute", "swap"],
         default="recompute",
-        help="what becomes of a victim's KV; swap needs a host tier, which this version does not have",
+        help="what becomes of the KV of a request that has to make room (default recompute)",
     )
     limits.add_argument(
-        "--host-blocks", type=int, default=0, metavar="N", help="KV blocks in host memory; only 0 so far"
+        "--host-blocks",
+        type=int,
+        metavar="N",
+        help="KV blocks in the host's memory, to swap to (default: as many as KV blocks with --preemption "
+        "swap, else 0)",
     )
     limits.add_argument(
         "--no-prefix-caching",
@@ -122,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         "--cost",
         required=True,
         metavar="linear:T0,T_TOKEN,T_CONTEXT",
-        help="seconds of a step, a token, a context token",
+        help="seconds of a step, a token, a context token, and (a fourth number) a block copied or swapped",
     )
     return parser
 

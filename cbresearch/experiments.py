@@ -141,6 +141,7 @@ def compare(
     block_size: int = 16,
     num_blocks: int | None = None,
     prefix_caching: bool = True,
+    num_host_blocks: int | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
 ) -> Comparison:
@@ -154,6 +155,8 @@ def compare(
         block_size: Tokens per KV block.
         num_blocks: Blocks in the KV pool; by default as many as full seats can ever need.
         prefix_caching: Share the KV of prompts that begin alike.
+        num_host_blocks: Blocks in the host's pool; by default as many as in the KV pool where
+            `scheduler.preemption` is "swap", else none.
         seed: Seed of the workload.
         trust_remote_code: Allow code that ships with the weights to run.
 
@@ -169,7 +172,8 @@ def compare(
     loaded = models.load(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
     rng = np.random.default_rng(seed)
     requests = resolve_prompts(given, loaded.encode, loaded.shape.vocab_size, rng)
-    scheduler, cache = _limits(scheduler, block_size, num_blocks, prefix_caching, requests, loaded.shape)
+    scheduler = scheduler or SchedulerConfig()
+    cache = _cache(scheduler, block_size, num_blocks, prefix_caching, num_host_blocks, requests, loaded.shape)
     pool_bytes = 0
 
     def executor() -> Executor:
@@ -211,6 +215,7 @@ def compare_simulated(
     block_size: int = 16,
     num_blocks: int | None = None,
     prefix_caching: bool = True,
+    num_host_blocks: int | None = None,
     seed: int = 0,
 ) -> Comparison:
     """Serve a workload in the simulator, once under each policy.
@@ -223,6 +228,8 @@ def compare_simulated(
         block_size: Tokens per KV block.
         num_blocks: Blocks in the KV pool; by default as many as full seats can ever need.
         prefix_caching: Share the KV of prompts that begin alike.
+        num_host_blocks: Blocks in the host's pool; by default as many as in the KV pool where
+            `scheduler.preemption` is "swap", else none.
         seed: Seed of the workload.
 
     Raises:
@@ -230,7 +237,8 @@ def compare_simulated(
     """
     built = _built(policies)
     requests = resolve_prompts(_given(workload, seed), None, None, np.random.default_rng(seed))
-    scheduler, cache = _limits(scheduler, block_size, num_blocks, prefix_caching, requests, None)
+    scheduler = scheduler or SchedulerConfig()
+    cache = _cache(scheduler, block_size, num_blocks, prefix_caching, num_host_blocks, requests, None)
     traces = _run(requests, built, scheduler, cache, lambda: CostExecutor(cost))
     return Comparison(
         traces=traces,
@@ -347,20 +355,30 @@ def _label(workload: Workload) -> str:
     return Path(workload).name if isinstance(workload, str | os.PathLike) else f"{len(workload)} requests"
 
 
-def _limits(
-    scheduler: SchedulerConfig | None,
+def _cache(
+    scheduler: SchedulerConfig,
     block_size: int,
     num_blocks: int | None,
     prefix_caching: bool,
+    num_host_blocks: int | None,
     requests: Sequence[Request | Refusal],
     shape: ModelShape | None,
-) -> tuple[SchedulerConfig, CacheConfig]:
-    scheduler = scheduler or SchedulerConfig()
-    if num_blocks is not None:
-        return scheduler, CacheConfig(num_blocks, block_size, prefix_caching)
-    limit = None if shape is None else shape.max_model_len
-    pool = roomy_pool(requests, scheduler.max_num_seqs, block_size, limit)
-    return scheduler, replace(pool, prefix_caching=prefix_caching)
+) -> CacheConfig:
+    """Size the pools; whatever falls out of a window that all layers have is freed."""
+    pool = (
+        roomy_pool(requests, scheduler.max_num_seqs, block_size, shape.max_model_len if shape else None)
+        if num_blocks is None
+        else CacheConfig(num_blocks, block_size)
+    )
+    if num_host_blocks is None:
+        num_host_blocks = pool.num_blocks if scheduler.preemption == "swap" else 0
+    is_windowed = shape is not None and shape.num_sliding_layers == shape.num_layers
+    return replace(
+        pool,
+        prefix_caching=prefix_caching,
+        num_host_blocks=num_host_blocks,
+        sliding_window=shape.sliding_window if shape is not None and is_windowed else None,
+    )
 
 
 def _answers(

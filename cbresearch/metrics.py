@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from cbresearch.trace import RequestRecord, StepRecord, Trace
+from cbresearch.trace import MemoryUse, RequestRecord, StepRecord, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +245,22 @@ def mean_pool_use(trace: Trace) -> float | None:
     return _ratio(held, len(trace.steps) * trace.cache.num_blocks)
 
 
+def memory_shares(trace: Trace) -> dict[str, float | None]:
+    """Return the time-weighted mean share of the KV pool in each category of `trace.MemoryUse`.
+
+    The first six add up to 1. "shared" and "host" are not slots of the pool: they are given in its size.
+    """
+    weights = [step.duration for step in trace.steps]
+    whole = math.fsum(weights) * trace.cache.num_tokens
+    uses = list(trace.memory())
+    return {
+        category: _ratio(
+            math.fsum(weight * use[place] for weight, use in zip(weights, uses, strict=True)), whole
+        )
+        for place, category in enumerate(MemoryUse._fields)
+    }
+
+
 def num_preemptions(trace: Trace) -> int:
     """Return how often a request lost its seat before it was finished."""
     return sum(record.num_preemptions for record in trace.served)
@@ -305,6 +321,11 @@ def summary(trace: Trace, bytes_per_token: int | None = None) -> dict[str, float
         "peak_kv_tokens": peak_kv_tokens(trace),
         "peak_kv_bytes": None if bytes_per_token is None else peak_kv_bytes(trace, bytes_per_token),
         "mean_pool_use": mean_pool_use(trace),
+        **{f"kv_{name}_share": share for name, share in memory_shares(trace).items()},
+        **{
+            f"num_{kind}_blocks": sum(step.plan.num_transfers(transfer) for step in trace.steps)
+            for kind, transfer in _TRANSFERS
+        },
         "prefix_hit_rate": prefix_hit_rate(trace),
         **{f"num_{kind}_tokens": number for kind, number in counts._asdict().items()},
         "num_computed_tokens": counts.computed,
@@ -355,6 +376,9 @@ def kpi_table(traces: Mapping[str, Trace], bytes_per_token: int | None = None) -
         row("requests served", "", "num_finished"),
         row("requests refused", "", "num_refused"),
     ]
+
+
+_TRANSFERS = (("copied", "copy"), ("swapped_out", "swap_out"), ("swapped_in", "swap_in"))
 
 
 def _text(value: float | int | None) -> str:

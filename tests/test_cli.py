@@ -161,6 +161,30 @@ def test_the_same_command_writes_the_same_bytes_in_another_process_and_no_progre
         ).read_bytes(), name
 
 
+@pytest.mark.parametrize(
+    ("options", "moves", "computes_again"),
+    [
+        ({}, False, True),
+        ({"preemption": "swap"}, True, False),
+        ({"preemption": "swap", "host_blocks": 0}, False, True),
+        ({"host_blocks": 8}, False, True),
+    ],
+    ids=["recompute", "swap", "swap to no pool", "a pool without swap"],
+)
+def test_a_victim_is_swapped_only_where_it_is_asked_for_and_there_is_a_pool(
+    tmp_path, options, moves, computes_again
+):
+    lines = [json.dumps({"prompt": 8, "max_tokens": 24}) for _ in range(4)]
+    workload(tmp_path, lines)
+    tight = {"policy": "fcfs", "num_blocks": 8, "block_size": 4, **options}
+    assert main(simulate_arguments(tmp_path, **tight)) == 0
+    measured = read(tmp_path / "output").runs["fcfs"]["metrics"]
+    assert measured["num_preemptions"] > 0
+    assert (measured["num_swapped_out_blocks"] > 0) == moves
+    assert measured["num_swapped_in_blocks"] == measured["num_swapped_out_blocks"]
+    assert (measured["num_recomputed_tokens"] > 0) == computes_again
+
+
 def test_progress_is_shown_unless_it_is_turned_off():
     script = (
         "from cbresearch import Request; from cbresearch.costs import Linear;"
@@ -221,8 +245,7 @@ def test_a_policy_whose_steps_take_no_time_can_still_be_compared():
         ({"cost": "linear:-1,0,0"}, ["-1.0", "none negative"]),
         ({"cost": "linear:0"}, ["not all 0"]),
         ({"seed": -1}, ["--seed", "-1", "0 or more"]),
-        ({"preemption": "swap"}, ["swap", "recompute"]),
-        ({"host_blocks": 4}, ["4", "--host-blocks 0"]),
+        ({"host_blocks": -1}, ["--host-blocks is -1", "0 or more"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -123,7 +123,10 @@ class Memory:
         end, size = state.num_computed_tokens, cache.block_size
         self.num_referred_tokens += end - start
         if cache.prefix_caching and end // size > start // size:
-            self.blocks.enter(state.id, state.token_ids, end, extra_of(state.request))
+            token_ids = state.token_ids
+            # Of a prompt that is a mere length nothing can ever be found again.
+            if token_ids:
+                self.blocks.enter(state.id, token_ids, end, extra_of(state.request))
         if cache.sliding_window is not None:
             forgotten = size * self.blocks.forget(state.id, end)
             self.num_referred_tokens -= forgotten - state.num_forgotten_tokens
