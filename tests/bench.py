@@ -17,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from cbresearch import models, policies
+from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.engine import ModelExecutor
@@ -179,6 +180,51 @@ def time_scheduler(num_running: int, num_steps: int = 400) -> None:
     )
 
 
+def time_blocks(num_blocks: int, num_rounds: int = 400) -> dict[str, float]:
+    """Return the seconds of the block manager's operations in a pool full of cached blocks."""
+    size, num_hits = 16, 8
+    blocks = BlockManager(CacheConfig(num_blocks, size, prefix_caching=True))
+    prefix = tuple(range(num_hits * size))
+    # Everything is cached, so that each new block has to evict one, as in a server that has run for long.
+    for place in range(num_blocks // 10):
+        token_ids = (place, *range(10 * size - 1))
+        blocks.allocate("filler", len(token_ids))
+        blocks.enter("filler", token_ids, len(token_ids))
+        blocks.free("filler")
+    seconds: dict[str, list[float]] = {"append": [], "allocate with 8 hits": [], "free": []}
+    for place in range(num_rounds):
+        token_ids = (*prefix, place)
+        began = time.perf_counter()
+        matched = blocks.match(token_ids)
+        assert blocks.can_allocate("a", len(token_ids), matched)
+        blocks.share("a", matched)
+        blocks.allocate("a", len(token_ids))
+        allocated = time.perf_counter()
+        for num_tokens in range(len(token_ids) + 1, len(token_ids) + 1 + size):
+            blocks.allocate("a", num_tokens)
+        appended = time.perf_counter()
+        if not matched:
+            blocks.enter("a", prefix, len(prefix))
+        freeing = time.perf_counter()
+        blocks.free("a")
+        freed = time.perf_counter()
+        assert len(matched) == (num_hits if place else 0)
+        seconds["allocate with 8 hits"].append(allocated - began)
+        seconds["append"].append((appended - allocated) / size)
+        seconds["free"].append(freed - freeing)
+    return {name: statistics.median(times) for name, times in seconds.items()}
+
+
+def compare_pool_sizes(small: int = 1_000, large: int = 100_000) -> None:
+    """Print what the block manager's operations take in a small and in a large pool."""
+    few, many = time_blocks(small), time_blocks(large)
+    for name, seconds in few.items():
+        print(
+            f"blocks: {name:20} {seconds * 1e6:6.2f} us at {small:,} blocks, {many[name] * 1e6:6.2f} us at "
+            f"{large:,}: {many[name] / seconds:.2f}x"
+        )
+
+
 def main() -> None:
     """Run all benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -187,6 +233,7 @@ def main() -> None:
         "--rounds", type=int, default=3, help="interleaved rounds of the throughput comparison"
     )
     options = parser.parse_args()
+    compare_pool_sizes()
     for num_running in (64, 256):
         time_scheduler(num_running)
     compare_to_forward(options.requests)
