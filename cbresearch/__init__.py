@@ -15,6 +15,7 @@ _EXPORTS = {
     "Refusal": "request",
     "Request": "request",
     "SamplingParams": "request",
+    "parallel_samples": "request",
     "Scheduler": "scheduler",
     "Executor": "serve",
     "Linear": "costs",
