@@ -88,7 +88,7 @@ class Plan:
         step: Index of the step, from 0.
         scheduled: Whom it serves, in the policy's order.
         admitted: Who takes a seat before it.
-        preempted: Ids of requests that lost their seat before it.
+        preempted: Ids of requests that lost their seat before it, the first in line to come back first.
         padding: Rows computed for nothing.
         swapped: Ids of those among the preempted whose KV went to the host's pool.
         transfers: Blocks to copy before anything is computed, one after the other in this order: a later

@@ -307,6 +307,14 @@ class ReservationManager:
     def enter(self, request_id: str, token_ids: Sequence[int], num_computed: int, extra: object = ()) -> None:
         """Cache nothing."""
 
+    def leave(self, request_id: str, num_computed: int) -> tuple[int, ...]:
+        """Take nothing out of the cache: nothing is in it."""
+        return ()
+
+    def num_out_of_sight(self, num_computed: int) -> int:
+        """Return 0: every layer sees the whole context."""
+        return 0
+
     def forget(self, request_id: str, num_computed: int) -> int:
         """Give back nothing: a run stays whole until its request leaves."""
         return 0

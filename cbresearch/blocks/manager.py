@@ -238,6 +238,27 @@ class BlockManager:
                 self._contents[block] = content
             digests.append(digest)
 
+    def leave(self, request_id: str, num_computed: int) -> tuple[int, ...]:
+        """Take a request's blocks out of the prefix cache again, where they were entered before their time.
+
+        Args:
+            request_id: Whose blocks.
+            num_computed: Tokens whose KV is in the pool after all.
+
+        Returns:
+            The blocks taken out; whoever shares one of them shares nothing.
+        """
+        place = num_computed // self._block_size
+        del self._chains.get(request_id, [])[place:]
+        taken = []
+        for block in self._tables[request_id][place:]:
+            content = self._contents[block] if block != NULL_BLOCK else None
+            if content is not None:
+                del self._index[self._digest(content)]
+                self._contents[block] = None
+                taken.append(block)
+        return tuple(taken)
+
     def num_out_of_sight(self, num_computed: int) -> int:
         """Return how many of a request's first blocks no later token attends to, with a sliding window W.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
-from cbresearch.policies.batching import PrefillFirst, Static
+from cbresearch.policies.batching import PrefillFirst, Static, VllmV1
 from cbresearch.policies.size import ShortestJobFirst
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "ShortestJobFirst",
     "Static",
     "View",
+    "VllmV1",
     "available",
     "get",
     "in_turn",
@@ -30,7 +31,7 @@ PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
 # The one registry of the package: a notebook cell adds to it, and every entry point looks names up in it.
 _REGISTRY: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Policy, Static, PrefillFirst, ShortestJobFirst)
+    policy.name: policy for policy in (Policy, Static, PrefillFirst, ShortestJobFirst, VllmV1)
 }
 
 

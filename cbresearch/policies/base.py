@@ -81,6 +81,9 @@ class Policy:
     """Whether a finished request's row stays in the batch until all rows are finished."""
     joins_late = True
     """Whether a request may join a batch under way; a parallel sample then waits for its sibling's prompt."""
+    hits_at_once = False
+    """Whether a prefix counts as cached as soon as a step is planned that computes it, as in vLLM v1, so that
+    others may share it in that very step; else only once it is computed."""
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Yield whom to serve and how many tokens each wants, best first.

@@ -1,6 +1,6 @@
 """Batching disciplines: when requests may join a batch and which phase goes first."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
@@ -51,3 +51,41 @@ class PrefillFirst(Policy):
         if view.token_budget == view.max_num_batched_tokens:
             yield from whole(in_turn(view))
             yield from joining(view, view.swapped)
+
+
+class VllmV1(Policy):
+    """Running requests in their order, then the queue, under one token budget, as in vLLM v1 (0.32).
+
+    There are no phases: everyone wants all that is pending, so a prompt is cut where the budget ends. Nobody
+    joins in a step that preempts.
+
+    Args:
+        priority: Take the queue by (priority, arrival), and as victim the last in that order.
+    """
+
+    name = "vllm_v1"
+    hits_at_once = True
+
+    def __init__(self, priority: bool = False) -> None:
+        self._by_priority = priority
+        self.name = "vllm_v1:priority" if priority else "vllm_v1"
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose whoever runs, then whoever waits."""
+        for request in view.running:
+            if request.seat is None:
+                continue
+            yield request, request.num_pending_tokens
+            if request.seat is None:
+                # It had to make room itself: whoever comes behind it is not served in this step.
+                return
+        waiting = queued(view)
+        yield from joining(view, sorted(waiting, key=_urgency) if self._by_priority else waiting)
+
+    def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
+        """Choose the latest comer, or the least urgent."""
+        return max(candidates, key=_urgency) if self._by_priority else candidates[-1]
+
+
+def _urgency(state: RequestState) -> tuple[int, float, int]:
+    return state.request.priority, state.request.arrival, state.order

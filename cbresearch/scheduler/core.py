@@ -140,7 +140,8 @@ class Scheduler:
             elif not draft.closed and self._free_seats:
                 self._admit(state, num_tokens)
         self._settle_queues(now)
-        if not draft.scheduled and self.has_work:
+        # A step that only makes room is progress too: there are fewer who run then.
+        if not draft.scheduled and not draft.preempted and self.has_work:
             raise RuntimeError(self._why_stuck())
         self._step += 1
         self._was_refused = draft.closed
@@ -214,10 +215,13 @@ class Scheduler:
         state = self._states.get(request_id)
         if state is None or state.status is not RequestStatus.RUNNING:
             raise ValueError(f"request {request_id!r} is not running, so it cannot be preempted")
+        served = state.scheduled_step
         self._preempt(state, mode)
-        # Nobody was refused; the others may still join.
+        # Nobody was refused: the next step is open to everyone, to this one as well.
         self._plan.closed = False
+        state.scheduled_step = served
         self._settle_queues(0.0)
+        self._finish([])
 
     def abort(self, request_id: str) -> RequestState:
         """End a request wherever it is, between two steps; what it generated so far stays in its state.
@@ -270,6 +274,8 @@ class Scheduler:
             new_block_ids,
             replaced,
         )
+        if self.policy.hits_at_once:
+            self._memory.enter(state, start + num_tokens)
 
     def _go_on(self, state: RequestState, num_tokens: int) -> None:
         """Schedule a running request, preempting others for its blocks or, at last, itself."""
@@ -348,6 +354,11 @@ class Scheduler:
         entry = draft.scheduled.pop(state.id, None)
         if entry is not None:
             draft.budget += entry.num_tokens
+            if self.policy.hits_at_once:
+                newcomers = [other for other, _ in draft.admitted.values()]
+                for other in self._memory.leave(state, newcomers):
+                    if other in self._running:
+                        self._preempt(other)
         came_now = draft.admitted.pop(state.id, None) is not None
         # What only the prefix cache gave it in this very step is not worth moving.
         is_new = came_now and state.id not in self._swapped

@@ -33,7 +33,7 @@ class Draft:
                 Admission(state.request, seat, tuple(state.output_token_ids))
                 for state, seat in self.admitted.values()
             ),
-            preempted=tuple(state.id for state in self.preempted),
+            preempted=tuple(state.id for state in reversed(self.preempted)),
             padding=tuple(
                 Padding(state.id, state.seat, state.num_computed_tokens)
                 for state in kept[: self.budget]

@@ -123,14 +123,23 @@ class Memory:
         end, size = state.num_computed_tokens, cache.block_size
         self.num_referred_tokens += end - start
         if cache.prefix_caching and end // size > start // size:
-            token_ids = state.token_ids
-            # Of a prompt that is a mere length nothing can ever be found again.
-            if token_ids:
-                self.blocks.enter(state.id, token_ids, end, extra_of(state.request))
+            self.enter(state, end)
         if cache.sliding_window is not None:
             forgotten = size * self.blocks.forget(state.id, end)
             self.num_referred_tokens -= forgotten - state.num_forgotten_tokens
             state.num_forgotten_tokens = forgotten
+
+    def enter(self, state: RequestState, end: int) -> None:
+        """Let others share a request's full blocks up to a token, if prefixes are cached."""
+        token_ids = state.token_ids
+        # Of a prompt that is a mere length nothing can ever be found again.
+        if self.blocks.config.prefix_caching and token_ids:
+            self.blocks.enter(state.id, token_ids, end, extra_of(state.request))
+
+    def leave(self, state: RequestState, others: Iterable[RequestState]) -> list[RequestState]:
+        """Undo an early `enter`; return who of the others shares what will now not be computed."""
+        taken = set(self.blocks.leave(state.id, state.num_computed_tokens))
+        return [other for other in others if other is not state and taken & {*self.blocks.table(other.id)}]
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Return the transfers noted since the last call, in their order."""
