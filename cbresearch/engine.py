@@ -1,14 +1,15 @@
 """Carry out plans on a transformers model, and measure how long they take."""
 
+import inspect
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from cbresearch.attention import PagedCache, PagedStep, batch_order, paged_model
-from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.models import LoadedModel
+from cbresearch.attention import LatentCache, PagedCache, PagedStep, batch_order, paged_model
+from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
+from cbresearch.models import LoadedModel, layer_windows
 from cbresearch.plan import Plan, StepResult
 from cbresearch.request import Request
 
@@ -24,7 +25,10 @@ class ModelExecutor:
         scheduler: The limits that the plans obey.
         cache: The KV pool to allocate.
         clock: Seconds, for the durations.
-        fill: Value to fill the KV pool with, for tests; by default it is left uninitialised.
+        fill: Value to fill the KV pools with, for tests; by default they are left uninitialised.
+
+    Raises:
+        ValueError: There is no room for the pools, or the cache frees blocks that some layer reads.
     """
 
     def __init__(
@@ -38,7 +42,18 @@ class ModelExecutor:
     ) -> None:
         self.loaded = loaded
         model = loaded.model
-        self.cache = PagedCache(loaded.shape, cache, dtype=model.dtype, device=model.device, fill=fill)
+        _check_window(loaded.name, loaded.shape, cache)
+        self.cache = PagedCache(
+            loaded.shape,
+            cache,
+            windows=layer_windows(model.config, loaded.shape.num_layers),
+            dtype=model.dtype,
+            device=model.device,
+            fill=fill,
+        )
+        # transformers 5.24 renamed the argument.
+        takes_cache = "cache" in inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if takes_cache else "past_key_values"
         self._clock = clock
         self._block_size = cache.block_size
         self._token_ids = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
@@ -51,7 +66,7 @@ class ModelExecutor:
 
         Raises:
             ValueError: The prompt is not token ids, an id is outside the vocabulary, or the request is longer
-                than the model's context or its sliding window.
+                than the model's context.
         """
         if not isinstance(request.prompt, tuple):
             raise ValueError(
@@ -67,16 +82,12 @@ class ModelExecutor:
                         f"{self.loaded.name!r}, 0 to {shape.vocab_size - 1}; use the model's own tokenizer"
                     )
         num_tokens = len(request.prompt) + request.max_tokens
-        window = getattr(self.loaded.model.config.get_text_config(), "sliding_window", None)
-        for limit, what in (
-            (shape.max_model_len, f"that {self.loaded.name!r} takes"),
-            (window, f"of {self.loaded.name!r}'s sliding window, which the paged attention does not apply"),
-        ):
-            if limit is not None and num_tokens > limit:
-                raise ValueError(
-                    f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.max_tokens} "
-                    f"= {num_tokens} tokens, over the {limit} {what}; shorten the prompt or lower max_tokens"
-                )
+        if shape.max_model_len is not None and num_tokens > shape.max_model_len:
+            raise ValueError(
+                f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.max_tokens} "
+                f"= {num_tokens} tokens, over the {shape.max_model_len} that {self.loaded.name!r} takes; "
+                "shorten the prompt or lower max_tokens"
+            )
 
     def warm_up(self, num_seqs: int = 8, num_steps: int = 3) -> None:
         """Run a few forwards before anything is measured, so that no first-time cost is in the numbers.
@@ -106,11 +117,15 @@ class ModelExecutor:
             FloatingPointError: The model returned NaN or infinite logits.
         """
         began = self._clock()
+        if plan.transfers:
+            self.cache.transfer(plan.transfers)
         for admission in plan.admitted:
             self._seat(admission.request, admission.seat, admission.output_token_ids)
         for entry in plan.scheduled:
             if entry.new_block_ids:
                 self._append_blocks(entry.seat, entry.new_block_ids)
+            for place, block in entry.replaced:
+                self._block_tables[entry.seat, place] = block
         rows = [(entry.seat, entry.start, entry.num_tokens, entry.samples) for entry in plan.scheduled]
         # A padding row computes its last position over again, and its token is thrown away.
         rows += [(row.seat, row.context_length - 1, 1, True) for row in plan.padding]
@@ -150,6 +165,8 @@ class ModelExecutor:
         device = model.device
         # A step of unfinished prompts samples nothing; it still runs, on one place's logits.
         places = keep if len(keep) else np.array([len(token_ids) - 1])
+        # Other models hand the attention function what there is to cache.
+        latents = {} if self.cache.latent_dim is None else {self._cache_argument: LatentCache(step)}
         with paged_model(model):
             logits = model(
                 input_ids=torch.from_numpy(token_ids)[None].to(device),
@@ -157,6 +174,7 @@ class ModelExecutor:
                 use_cache=False,
                 logits_to_keep=torch.from_numpy(places).to(device),
                 paged=step,
+                **latents,
             ).logits[0, : len(keep)]
         best = logits.argmax(-1)
         finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
@@ -177,6 +195,23 @@ class ModelExecutor:
         held = self._num_blocks[seat]
         self._block_tables[seat, held : held + len(block_ids)] = block_ids
         self._num_blocks[seat] = held + len(block_ids)
+
+
+def _check_window(name: str, shape: ModelShape, cache: CacheConfig) -> None:
+    """Refuse to free blocks behind a window that is not, or is less than, what every layer attends to."""
+    if cache.sliding_window is None:
+        return
+    num_whole = shape.num_layers - shape.num_sliding_layers
+    if shape.sliding_window is None or num_whole:
+        raise ValueError(
+            f"CacheConfig.sliding_window is {cache.sliding_window}, but {num_whole} of {shape.num_layers} "
+            f"layers of {name!r} attend to the whole context, so that no block may be freed; leave it None"
+        )
+    if cache.sliding_window < shape.sliding_window:
+        raise ValueError(
+            f"CacheConfig.sliding_window is {cache.sliding_window}, but the layers of {name!r} attend to "
+            f"{shape.sliding_window} tokens; blocks that they still read would be freed"
+        )
 
 
 def _widened(array: np.ndarray, width: int) -> np.ndarray:

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from cbresearch.config import ModelShape
 
@@ -90,6 +97,11 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
         num_parameters=model.num_parameters(),
         dtype_bytes=torch.finfo(model.dtype).bits // 8,
     )
+    if shape.num_layers != config.num_hidden_layers:
+        raise ValueError(
+            f"model {name!r} has {config.num_hidden_layers} layers, of which {shape.num_layers} keep a KV "
+            "cache; only models in which every layer keeps its own can be served"
+        )
     eos = model.generation_config.eos_token_id if model.generation_config else model.config.eos_token_id
     eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
@@ -110,13 +122,30 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
     return LoadedModel(name, model, shape, eos_token_ids, encode, decode)
 
 
+def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None, ...]:
+    """Return the tokens that each layer attends to at most by the kinds in a config, or None for all.
+
+    Some models tell their attention function (a config without kinds has one window in all layers, and such
+    models do); others only mask what is outside.
+    """
+    config = config.get_text_config()
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ("full_attention",) * num_layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
 def _refuse_unsupported(name: str, config: dict[str, Any]) -> None:
-    """Refuse what the engine would answer wrongly: recurrent layers, and positions that depend on company."""
+    """Refuse what the engine would answer wrongly.
+
+    These are recurrent layers, queries that see later tokens, and positions that depend on company.
+    """
     kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ValueError(
             f"model {name!r} has layers of the kinds {sorted(kinds)}, which keep no paged KV cache"
         )
+    if config.get("use_bidirectional_attention"):
+        raise ValueError(f"model {name!r} attends to later tokens, which are not there yet when it generates")
     ropes = {"dynamic", "longrope"} & {str(value) for value in _leaves(config.get("rope_parameters"))}
     if ropes:
         raise ValueError(

@@ -10,13 +10,12 @@ import torch
 from conftest import generate_alone
 from transformers import (
     AutoModelForCausalLM,
-    Gemma2Config,
+    Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     Qwen3NextConfig,
 )
 
@@ -312,7 +311,7 @@ def test_generation_config_lists_of_eos_tokens_are_read():
 @pytest.mark.parametrize(
     ("config", "problem"),
     [
-        (Gemma2Config(head_dim=16, attn_logit_softcapping=50.0), "asks for 'softcap'"),
+        (Gemma3TextConfig(use_bidirectional_attention=True), "attends to later tokens"),
         (Qwen3NextConfig(), "layers of the kinds ['linear_attention']"),
         (
             LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
@@ -325,23 +324,6 @@ def test_a_model_that_would_be_answered_wrongly_is_refused(config, problem):
     config.update({**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0})
     with pytest.raises(ValueError, match=re.escape(problem)):
         compare(models.wrap("m", AutoModelForCausalLM.from_config(config)), [Request("r", (5, 6), 2)], "fcfs")
-
-
-def test_a_request_longer_than_a_sliding_window_is_refused_and_a_shorter_one_is_served():
-    config = MistralConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        sliding_window=8,
-    )
-    loaded = models.wrap("windowed", AutoModelForCausalLM.from_config(config))
-    requests = [Request("long", (5,) * 6, 3), Request("short", (5,) * 6, 2)]
-    trace = run(loaded, requests, "fcfs", SchedulerConfig(), CacheConfig(20))
-    assert "9 tokens, over the 8 of 'windowed''s sliding window" in trace.requests[0].error
-    assert trace.outputs["short"] == generate_alone(loaded.model, (5,) * 6, 2)
 
 
 def test_a_model_that_bypasses_the_attention_interface_is_refused(tiny):

@@ -42,7 +42,7 @@ FLOOR_PLAN: dict[str, set[str]] = {
     "kernels.paged_attention": {"torch", "triton"},
     "kernels.kv_cache": {"torch", "triton"},
     "kernels": {"torch", "kernels.reference", "kernels.paged_attention", "kernels.kv_cache"},
-    "attention": {"torch", "transformers", "kernels", "config", "numpy"},
+    "attention": {"torch", "transformers", "kernels", "config", "plan", "numpy"},
     "models": {"torch", "transformers", "safetensors", "gguf", "huggingface_hub", "config", "numpy"},
     "engine": {"torch", "transformers", "request", "config", "plan", "serve", "attention", "models", "numpy"},
     "experiments": {ABOVE, "numpy", "pandas", "tqdm"},
