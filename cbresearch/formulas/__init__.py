@@ -1,8 +1,8 @@
 """Closed forms for what static and continuous batching should give; `metrics` measures the same quantities.
 
-`batching` counts steps, slots and seconds, `memory` bytes, `roofline` arithmetic. Forms without a paper are
-derived where they stand. Every function raises ValueError, naming the argument and its value, if the value is
-out of range or the sample is empty.
+`batching` counts steps, slots and seconds, `memory` bytes, `roofline` arithmetic, `sharing` what prompts have
+in common. Forms without a paper are derived where they stand. Every function raises ValueError, naming the
+argument and its value, if the value is out of range or the sample is empty.
 """
 
 from cbresearch.formulas.batching import (
@@ -42,6 +42,15 @@ from cbresearch.formulas.roofline import (
     flop_utilization,
     flops_per_token,
 )
+from cbresearch.formulas.sharing import (
+    popularity_hits,
+    prefix_hit_rate,
+    prefix_hit_tokens,
+    reuse_depths,
+    sample_blocks,
+    sample_copies,
+    sample_prefill_tokens,
+)
 
 __all__ = [
     "Lengths",
@@ -67,6 +76,13 @@ __all__ = [
     "num_requests_that_fit",
     "occupancy_by_littles_law",
     "paged_fragmentation",
+    "popularity_hits",
+    "prefix_hit_rate",
+    "prefix_hit_tokens",
+    "reuse_depths",
+    "sample_blocks",
+    "sample_copies",
+    "sample_prefill_tokens",
     "speed_up",
     "speed_up_with_step_cost",
     "static_seconds",
