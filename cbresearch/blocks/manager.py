@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from cbresearch.blocks.content import Content, Extra, digest_of
 from cbresearch.blocks.host import NULL_BLOCK, HostTier, num_references
+from cbresearch.blocks.prefixes import PrefixIndex
 from cbresearch.config import CacheConfig
 from cbresearch.request import Request
 
@@ -43,7 +44,6 @@ class BlockManager:
         digest: Callable[[Content], bytes] = digest_of,
     ) -> None:
         self.config = config
-        self._digest = digest
         self._block_size = config.block_size
         self._most_blocks: int | None = None
         if config.sliding_window is not None and max_chunk is not None:
@@ -53,9 +53,7 @@ class BlockManager:
         self._free = list(range(config.num_blocks - 1, -1, -1))
         self._ref_counts = [0] * config.num_blocks
         self._tables: dict[str, list[int]] = {}
-        self._chains: dict[str, list[bytes]] = {}
-        self._contents: list[Content | None] = [None] * config.num_blocks
-        self._index: dict[bytes, int] = {}
+        self._prefixes = PrefixIndex(config.num_blocks, config.block_size, digest)
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
         self._num_extra_references = 0
         self._host = HostTier(config.num_host_blocks)
@@ -120,18 +118,7 @@ class BlockManager:
             token_ids: The prompt, and what was generated behind it before a preemption.
             extra: What beside its tokens tells the prompt apart.
         """
-        if not self.config.prefix_caching:
-            return ()
-        matched: list[int] = []
-        parent = b""
-        for end in range(self._block_size, len(token_ids), self._block_size):
-            content = Content(parent, tuple(token_ids[end - self._block_size : end]), extra)
-            parent = self._digest(content)
-            block = self._index.get(parent)
-            if block is None or self._contents[block] != content:
-                break
-            matched.append(block)
-        return tuple(matched)
+        return self._prefixes.match(token_ids, extra) if self.config.prefix_caching else ()
 
     def can_allocate(
         self, request_id: str, num_tokens: int, matched: Sequence[int] = (), num_copies: int = 0
@@ -159,16 +146,11 @@ class BlockManager:
         self._require_new(request_id)
         if not matched:
             return
-        digests: list[bytes] = []
-        for place, block in enumerate(matched):
-            if block == NULL_BLOCK:
-                continue
-            self._refer(block)
-            content = self._contents[block]
-            if content is not None and len(digests) == place:
-                digests.append(self._digest(content))
+        for block in matched:
+            if block != NULL_BLOCK:
+                self._refer(block)
         self._tables[request_id] = list(matched)
-        self._chains[request_id] = digests
+        self._prefixes.begin(request_id, matched)
 
     def allocate(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
         """Grow a request's table until it can hold `num_tokens` tokens.
@@ -202,14 +184,14 @@ class BlockManager:
         """
         table = self._tables[request_id]
         block = table[place]
-        is_known = self._contents[block] is not None or block in self._host.twin_of
+        is_known = self._prefixes.holds(block) or block in self._host.twin_of
         if self._ref_counts[block] == 1 and not is_known:
             return ()
         if not self._free and not self._evict(1):
             return None
         (target,) = self._take(1)
         table[place] = target
-        del self._chains.get(request_id, [])[place:]
+        self._prefixes.cut(request_id, place)
         self._release(block)
         return ((block, target),)
 
@@ -222,21 +204,7 @@ class BlockManager:
             num_computed: Tokens whose KV is in the pool.
             extra: What beside its tokens tells the request apart.
         """
-        digests = self._chains.setdefault(request_id, [])
-        for place in range(len(digests), num_computed // self._block_size):
-            begin = place * self._block_size
-            parent = digests[-1] if digests else b""
-            content = Content(parent, tuple(token_ids[begin : begin + self._block_size]), extra)
-            digest = self._digest(content)
-            holder = self._index.get(digest)
-            block = self._tables[request_id][place]
-            if holder is not None and self._contents[holder] != content:
-                # Another content holds the digest: what follows could be mistaken for its continuation.
-                break
-            if holder is None and block != NULL_BLOCK:
-                self._index[digest] = block
-                self._contents[block] = content
-            digests.append(digest)
+        self._prefixes.enter(request_id, self._tables[request_id], token_ids, num_computed, extra)
 
     def leave(self, request_id: str, num_computed: int) -> tuple[int, ...]:
         """Take a request's blocks out of the prefix cache again, where they were entered before their time.
@@ -248,16 +216,7 @@ class BlockManager:
         Returns:
             The blocks taken out; whoever shares one of them shares nothing.
         """
-        place = num_computed // self._block_size
-        del self._chains.get(request_id, [])[place:]
-        taken = []
-        for block in self._tables[request_id][place:]:
-            content = self._contents[block] if block != NULL_BLOCK else None
-            if content is not None:
-                del self._index[self._digest(content)]
-                self._contents[block] = None
-                taken.append(block)
-        return tuple(taken)
+        return self._prefixes.leave(request_id, self._tables[request_id], num_computed)
 
     def num_out_of_sight(self, num_computed: int) -> int:
         """Return how many of a request's first blocks no later token attends to, with a sliding window W.
@@ -369,7 +328,7 @@ class BlockManager:
             raise ValueError(
                 f"request {request_id!r} holds no blocks; it was never allocated or already freed"
             )
-        self._chains.pop(request_id, None)
+        self._prefixes.drop(request_id)
         # The tail first: it is evicted before the head, without which it could not be reached.
         for block in reversed(table):
             if block != NULL_BLOCK:
@@ -411,11 +370,11 @@ class BlockManager:
         self._ref_counts[block] = count - 1
         if count > 1:
             self._num_extra_references -= 1
-        elif self._contents[block] is None:
+        elif self._prefixes.holds(block):
+            self._unreferenced[block] = None
+        else:
             self._host.part(block)
             self._free.append(block)
-        else:
-            self._unreferenced[block] = None
 
     def _evict(self, num_blocks: int) -> bool:
         """Drop cached prefixes until `num_blocks` blocks are free, or none at all if that is not enough."""
@@ -423,10 +382,7 @@ class BlockManager:
             return False
         for _ in range(num_blocks - len(self._free)):
             block, _ = self._unreferenced.popitem(last=False)
-            content = self._contents[block]
-            assert content is not None
-            del self._index[self._digest(content)]
-            self._contents[block] = None
+            self._prefixes.forget(block)
             self._host.part(block)
             self._free.append(block)
         return True
@@ -450,15 +406,7 @@ class BlockManager:
         held = {block for block, count in enumerate(references) if count}
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
         assert sum(references) - len(held) == self._num_extra_references, "shared blocks are miscounted"
-        named = {block for block, content in enumerate(self._contents) if content is not None}
-        assert cached <= named, "a block without content is kept as cached"
-        assert sorted(self._index.values()) == sorted(named), "the index differs from the blocks' contents"
-        for block in named:
-            content = self._contents[block]
-            assert content is not None
-            assert self._index[self._digest(content)] == block, (
-                f"block {block} is indexed under a false digest"
-            )
+        assert cached <= self._prefixes.check(), "a block without content is kept as cached"
         assert not self._tables.keys() & self._host.tables.keys(), "a request is on both tiers"
         self._host.check()
         assert self._host.twin_of.keys() <= held | cached, "a free block has a twin"
