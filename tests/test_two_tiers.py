@@ -73,6 +73,7 @@ class Witness:
         self.rows: dict[str, Row] = {}
         self.stream: dict[str, list[int]] = {}
         self.num_transfers: Counter[str] = Counter()
+        self.most_held: dict[str, int] = {}
 
     def check(self, request):
         """Accept every request."""
@@ -134,6 +135,8 @@ class Witness:
                 if block == NULL_BLOCK:
                     row.table[place] = NULL_BLOCK
             assert tuple(row.table) == table
+            num_held = sum(block != NULL_BLOCK for block in table)
+            self.most_held[name] = max(num_held, self.most_held.get(name, 0))
 
     def compute(self, plan):
         references = Counter(
@@ -596,14 +599,16 @@ def random_case(seed, windows=(None,)):
 
 
 class Meddler:
-    """Preempt and abort at random between steps."""
+    """Preempt and abort at random between steps, for some time."""
 
-    def __init__(self, seed, rate=0.3, aborts=0.0):
+    def __init__(self, seed, rate=0.3, aborts=0.0, patience=60):
         self.rng = np.random.default_rng(seed)
-        self.rate, self.aborts = rate, aborts
+        self.rate, self.aborts, self.patience = rate, aborts, patience
         self.num_aborted: Counter[str] = Counter()
 
     def __call__(self, scheduler, record):
+        if record.plan.step >= self.patience:
+            return
         if self.rng.random() < self.rate and scheduler.running:
             victim = scheduler.running[int(self.rng.integers(len(scheduler.running)))]
             scheduler.preempt(victim.id, str(self.rng.choice(["swap", "recompute"])))
