@@ -126,14 +126,23 @@ class ModelExecutor:
                 self._append_blocks(entry.seat, entry.new_block_ids)
             for place, block in entry.replaced:
                 self._block_tables[entry.seat, place] = block
-        rows = [(entry.seat, entry.start, entry.num_tokens, entry.samples) for entry in plan.scheduled]
-        # A padding row computes its last position over again, and its token is thrown away.
-        rows += [(row.seat, row.context_length - 1, 1, True) for row in plan.padding]
-        seats, starts, num_tokens, samples = np.array(rows, dtype=np.int64).T
+        rows = [(entry.seat, entry.start, entry.num_tokens, entry.samples, True) for entry in plan.scheduled]
+        # A padding row computes its last position over again; what comes of it is thrown away.
+        rows += [(row.seat, row.context_length - 1, 1, True, False) for row in plan.padding]
+        if not rows:
+            # The step only made room.
+            return StepResult(self._clock() - began, {})
+        seats, starts, num_tokens, samples, is_stored = np.array(rows, dtype=np.int64).T
         order = batch_order(starts, num_tokens)
         seats, starts, num_tokens, samples = seats[order], starts[order], num_tokens[order], samples[order]
         num_blocks = -(-int((starts + num_tokens).max()) // self._block_size)
-        step = PagedStep.build(self.cache, self._block_tables[seats, :num_blocks], starts, num_tokens)
+        step = PagedStep.build(
+            self.cache,
+            self._block_tables[seats, :num_blocks],
+            starts,
+            num_tokens,
+            is_stored[order].astype(bool) if plan.padding else None,
+        )
         token_ids = self._token_ids[np.repeat(seats, num_tokens), step.positions]
         sampled = np.flatnonzero(samples)
         new_tokens = self._forward(step, token_ids, np.cumsum(num_tokens)[sampled] - 1)

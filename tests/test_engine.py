@@ -29,7 +29,7 @@ from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import replay
 
-POLICIES = ("static", "static:release", "fcfs", "prefill_first", "sjf")
+POLICIES = ("static", "static:release", "fcfs", "prefill_first", "sjf", "vllm_v1", "vllm_v1:priority")
 NUM_COMBINATIONS = 320
 NUM_SHARDS = 16
 

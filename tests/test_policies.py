@@ -8,7 +8,7 @@ import pytest
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies, simulate
 from cbresearch.request import RequestState
 
-BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release"]
+BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release", "vllm_v1", "vllm_v1:priority"]
 
 
 @pytest.fixture

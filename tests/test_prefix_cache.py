@@ -29,7 +29,7 @@ class NewcomersFirst(policies.Policy):
         yield from policies.whole(view.running)
 
 
-POLICIES = ("static", "static:release", "fcfs", "prefill_first", "sjf", NewcomersFirst)
+POLICIES = ("static", "static:release", "fcfs", "prefill_first", "sjf", "vllm_v1", NewcomersFirst)
 
 
 def pool(num_blocks, block_size=4, **options):

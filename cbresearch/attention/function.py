@@ -48,7 +48,7 @@ class LatentCache:
                 f"{kv.shape[-1]} elements a token are expected; this version of transformers seems to expand "
                 "them before they are cached: take 5.17 or newer"
             )
-        kv.index_copy_(0, paged.slot_mapping, torch.cat((compressed[0], rotary[0]), dim=-1).transpose(0, 1))
+        paged.store(layer_idx, torch.cat((compressed[0], rotary[0]), dim=-1).transpose(0, 1))
         read = kv.index_select(0, paged.context_slots).transpose(0, 1)[None]
         return read[..., : compressed.shape[-1]], read[..., compressed.shape[-1] :]
 
@@ -108,8 +108,7 @@ def paged_attention(
     kv = cache.kv[layer]
     read = 0
     if cache.latent_dim is None:
-        new = torch.cat((key[0].transpose(0, 1), value[0].transpose(0, 1)), dim=-1)
-        kv.index_copy_(0, paged.slot_mapping, new)
+        paged.store(layer, torch.cat((key[0].transpose(0, 1), value[0].transpose(0, 1)), dim=-1))
     elif layout is not paged.layout(None):
         raise ValueError(
             f"{type(module).__name__} has a sliding window over latents, which the paged attention does not "

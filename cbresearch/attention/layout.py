@@ -70,6 +70,8 @@ class PagedStep:
         positions: int64 `[num_tokens]`: the position of each token in its sequence, on the host.
         slot_mapping: int64 `[num_tokens]`: the slot of each token.
         max_context: Tokens of the longest context.
+        stored: int64: which of the step's tokens are written, in the order of `stored_slots`; None for all.
+        stored_slots: int64: their slots.
     """
 
     cache: PagedCache
@@ -79,11 +81,18 @@ class PagedStep:
     positions: np.ndarray
     slot_mapping: Tensor
     max_context: int
+    stored: Tensor | None
+    stored_slots: Tensor
     _layouts: dict[int | None, Layout] = field(default_factory=dict)
 
     @classmethod
     def build(
-        cls, cache: PagedCache, block_tables: np.ndarray, starts: np.ndarray, num_tokens: np.ndarray
+        cls,
+        cache: PagedCache,
+        block_tables: np.ndarray,
+        starts: np.ndarray,
+        num_tokens: np.ndarray,
+        is_stored: np.ndarray | None = None,
     ) -> "PagedStep":
         """Lay out a step.
 
@@ -94,6 +103,9 @@ class PagedStep:
             starts: int64 `[num_seqs]`: tokens of each sequence already in the cache.
             num_tokens: int64 `[num_seqs]`: queries of each sequence. Sequences with one query come first,
                 in descending order of `starts` (see `batch_order`).
+            is_stored: bool `[num_seqs]`: whether the tokens' keys and values are written; those of a row that
+                is computed over again are there already, in blocks that others may share by now. None where
+                all are.
         """
         contexts = starts + num_tokens
         sequences = np.repeat(np.arange(len(starts)), num_tokens)
@@ -102,7 +114,19 @@ class PagedStep:
         block, offset = np.divmod(positions, cache.config.block_size)
         slots = block_tables[sequences, block] * cache.config.block_size + offset
         slot_mapping = torch.from_numpy(slots).to(cache.kv[0].device)
-        return cls(cache, block_tables, starts, num_tokens, positions, slot_mapping, int(contexts.max()))
+        stored, stored_slots = None, slot_mapping
+        if is_stored is not None and not is_stored.all():
+            stored = torch.from_numpy(np.flatnonzero(is_stored[sequences])).to(slot_mapping.device)
+            stored_slots = slot_mapping[stored]
+        longest = int(contexts.max())
+        return cls(
+            cache, block_tables, starts, num_tokens, positions, slot_mapping, longest, stored, stored_slots
+        )
+
+    def store(self, layer: int, tokens: Tensor) -> None:
+        """Write what a layer caches of the step's tokens, `[num_tokens, ...]` as in the pool."""
+        new = tokens if self.stored is None else tokens[self.stored]
+        self.cache.kv[layer].index_copy_(0, self.stored_slots, new)
 
     def layout(self, window: int | None) -> Layout:
         """Return what is read by layers where a query sees at most `window` tokens, its own included.

@@ -131,9 +131,11 @@ class BlockManager:
             matched: Blocks that it would share first.
             num_copies: Shared blocks that it would have to copy in order to write them.
         """
-        held = len(self._tables.get(request_id, ())) or len(matched)
+        begun = self._tables.get(request_id) or matched
+        num_in_sight = sum(block != NULL_BLOCK for block in begun)
+        num_wanted = self._at_most(self.blocks_for(num_tokens) - len(begun) + num_in_sight) - num_in_sight
         evictable = self.num_free_blocks - sum(block in self._unreferenced for block in matched)
-        return self._at_most(self.blocks_for(num_tokens) - held) + num_copies <= evictable
+        return num_wanted + num_copies <= evictable
 
     def share(self, request_id: str, matched: Sequence[int]) -> None:
         """Begin a request's table with blocks that are there, which nobody can evict from now on.

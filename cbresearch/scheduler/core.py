@@ -45,7 +45,7 @@ class Scheduler:
         self._running: list[RequestState] = []
         self._kept: list[RequestState] = []
         self._free_seats = list(range(config.max_num_seqs))
-        self._memory = Memory(self.blocks)
+        self._memory = Memory(self.blocks, policy.keeps_seats)
         self._was_refused = False
         self._view = LiveView(self)
         self._plan = Draft(config.max_num_batched_tokens)

@@ -16,10 +16,13 @@ class Memory:
 
     Args:
         blocks: The pool's bookkeeping.
+        repeats_last: Whether a finished request's last position may be computed over again, so that what it
+            attends to has to stay.
     """
 
-    def __init__(self, blocks: BlockManager | ReservationManager) -> None:
+    def __init__(self, blocks: BlockManager | ReservationManager, repeats_last: bool) -> None:
         self.blocks = blocks
+        self._num_repeated = int(repeats_last)
         self.transfers: list[Transfer] = []
         self.num_referred_tokens = 0
         self._has_forks = False
@@ -125,7 +128,7 @@ class Memory:
         if cache.prefix_caching and end // size > start // size:
             self.enter(state, end)
         if cache.sliding_window is not None:
-            forgotten = size * self.blocks.forget(state.id, end)
+            forgotten = size * self.blocks.forget(state.id, end - self._num_repeated)
             self.num_referred_tokens -= forgotten - state.num_forgotten_tokens
             state.num_forgotten_tokens = forgotten
 
