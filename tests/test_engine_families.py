@@ -1,0 +1,258 @@
+"""Model families that differ in what they cache and what they attend to, against `model.generate` alone."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from conftest import generate_alone
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+)
+
+from cbresearch import models, policies
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.engine import ModelExecutor
+from cbresearch.formulas import kv_bytes_per_token
+from cbresearch.request import Request
+from cbresearch.scheduler import Scheduler
+from cbresearch.serve import serve
+
+NUM_SCHEDULES = 6
+NUM_TOKENS = 14
+VOCAB_SIZE = 97
+WINDOW = 8
+
+COMMON = {
+    "vocab_size": VOCAB_SIZE,
+    "num_hidden_layers": 2,
+    # Larger than usual, so that attention is not uniform and outputs depend on what is attended to.
+    "initializer_range": 0.15,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+SIZES = {
+    **COMMON,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+}
+LATENT = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 2,
+}
+EXPERTS = {"moe_intermediate_size": 16, "num_experts_per_tok": 2}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model, and what its layers attend to: None for the whole context, or a window."""
+
+    config: PreTrainedConfig
+    windows: tuple[int | None, ...] = (None, None)
+
+
+FAMILIES = {
+    "llama": Family(LlamaConfig(**SIZES)),
+    "gpt2": Family(GPT2Config(**COMMON, n_embd=32, n_head=4, n_positions=128)),
+    "qwen2": Family(Qwen2Config(**SIZES)),
+    "qwen2, second layer windowed": Family(
+        Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+        (None, WINDOW),
+    ),
+    # Its attention is told of the window by a mask alone.
+    "qwen2-moe, second layer windowed": Family(
+        Qwen2MoeConfig(
+            **SIZES,
+            **EXPERTS,
+            num_experts=4,
+            shared_expert_intermediate_size=16,
+            use_sliding_window=True,
+            sliding_window=WINDOW,
+            max_window_layers=1,
+        ),
+        (None, WINDOW),
+    ),
+    "qwen3": Family(Qwen3Config(**SIZES, head_dim=12)),
+    "mistral, windowed": Family(MistralConfig(**SIZES, sliding_window=WINDOW), (WINDOW, WINDOW)),
+    "phi3, windowed": Family(Phi3Config(**SIZES, sliding_window=WINDOW), (WINDOW, WINDOW)),
+    "olmo2": Family(Olmo2Config(**SIZES)),
+    "gemma2, soft caps": Family(
+        Gemma2Config(
+            **SIZES,
+            head_dim=12,
+            sliding_window=WINDOW,
+            query_pre_attn_scalar=1,
+            attn_logit_softcapping=0.5,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        (WINDOW, None),
+    ),
+    "gemma3, first layer windowed": Family(
+        Gemma3TextConfig(
+            **SIZES,
+            head_dim=12,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        (WINDOW, None),
+    ),
+    "gpt-oss, sinks": Family(
+        GptOssConfig(
+            **SIZES,
+            head_dim=12,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=WINDOW,
+            layer_types=["sliding_attention", "full_attention"],
+        ),
+        (WINDOW, None),
+    ),
+    "deepseek-v3, latents": Family(DeepseekV3Config(**LATENT, q_lora_rank=16)),
+    "deepseek-v2, latents": Family(DeepseekV2Config(**LATENT, q_lora_rank=None)),
+}
+
+
+@cache
+def loaded(name):
+    """Return a family's model with random weights. Its own attention is the eager one, which applies all."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(FAMILIES[name].config, attn_implementation="eager")
+    for module in model.modules():
+        if hasattr(module, "sinks"):
+            torch.nn.init.normal_(module.sinks)
+    model.generation_config.eos_token_id = None
+    return models.wrap(name, model)
+
+
+@cache
+def answers(name):
+    """Return prompts, some of which begin alike, and the tokens that `generate` gives for each alone."""
+    rng = np.random.default_rng(3)
+    prompts = [tuple(rng.integers(3, VOCAB_SIZE, size=size).tolist()) for size in (1, 2, 7, 8, 9, 17, 33, 40)]
+    prompts += [prompts[7][:24], prompts[7][:20] + prompts[4]]
+    return [(prompt, generate_alone(loaded(name).model, prompt, NUM_TOKENS)) for prompt in prompts]
+
+
+def random_schedule(seed, name):
+    """Return requests with what is expected of them, limits and a pool in which few of them fit at once."""
+    rng = np.random.default_rng(seed)
+    requests, expected = [], {}
+    for place in range(int(rng.integers(4, 9))):
+        prompt, tokens = answers(name)[int(rng.integers(len(answers(name))))]
+        max_tokens = int(rng.integers(1, NUM_TOKENS + 1))
+        requests.append(Request(f"r{place}", prompt, max_tokens))
+        expected[f"r{place}"] = tokens[:max_tokens]
+    block_size = int(rng.choice([1, 2, 3, 16]))
+    budget = int(rng.choice([3, 11, 2048]))
+    most = max(len(request.prompt) + request.max_tokens - 1 for request in requests)
+    window = max(FAMILIES[name].windows) if None not in FAMILIES[name].windows and rng.integers(4) else None
+    if window is not None:
+        # Blocks behind the window are freed, so that a request needs fewer than it has tokens.
+        most = min(most, window - 1 + budget + block_size)
+    cache = CacheConfig(
+        -(-most // block_size) + int(rng.choice([0, 1, 3])),
+        block_size,
+        prefix_caching=bool(rng.integers(2)),
+        num_host_blocks=60 * (seed % 2),
+        sliding_window=window,
+    )
+    limits = SchedulerConfig(int(rng.integers(3, 7)), budget, preemption=("recompute", "swap")[seed % 2])
+    return requests, expected, limits, cache
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_gives_the_tokens_of_generate_alone_in_pools_that_preempt(name, top_two_gap):
+    num_preemptions = num_swapped = 0
+    for seed in range(NUM_SCHEDULES):
+        requests, expected, limits, cache = random_schedule(seed, name)
+        scheduler = Scheduler(policies.get("fcfs"), limits, cache)
+        executor = ModelExecutor(loaded(name), limits, cache, fill=math.nan)
+        trace = serve(requests, scheduler, executor, on_step=lambda _, check=scheduler.check: check())
+        for request in requests:
+            want, got = expected[request.id], trace.outputs[request.id]
+            place = next((n for n in range(len(want)) if got[n] != want[n]), None)
+            assert place is None, (
+                f"{request.id} of schedule {seed} under {limits}, {cache} differs from generate at token "
+                f"{place}; the two best logits there are "
+                f"{top_two_gap(loaded(name).model, (*request.prompt, *want[:place])):.3g} apart"
+            )
+        num_preemptions += sum(record.num_preemptions for record in trace.requests)
+        num_swapped += sum(len(step.plan.swapped) for step in trace.steps)
+    assert num_preemptions > 0
+    assert num_swapped > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_pools_of_every_family_occupy_the_bytes_that_the_formula_says(name):
+    cache = CacheConfig(5, 3, num_host_blocks=4)
+    pool = ModelExecutor(loaded(name), SchedulerConfig(), cache).cache
+    assert pool.num_bytes == kv_bytes_per_token(loaded(name).shape) * cache.num_tokens
+    assert pool.num_host_bytes * 5 == pool.num_bytes * 4
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_answers_of_every_family_depend_on_the_first_token_that_they_can_see(name):
+    # Two windowed layers together reach back over two windows.
+    reach = 40 if None in FAMILIES[name].windows else 2 * WINDOW - 1
+    prompt = answers(name)[7][0]
+    assert len(prompt) == 40
+    with torch.inference_mode():
+        logits = [
+            loaded(name)
+            .model(torch.tensor([[*prompt[:-reach], token, *prompt[len(prompt) - reach + 1 :]]]))
+            .logits[0, -1]
+            for token in (5, 6)
+        ]
+    assert (logits[0] - logits[1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize(("name", "family"), FAMILIES.items())
+def test_the_shape_counts_the_windowed_layers_of_every_family(name, family):
+    windows = [window for window in family.windows if window is not None]
+    shape = loaded(name).shape
+    assert (shape.sliding_window, shape.num_sliding_layers) == (WINDOW if windows else None, len(windows))
+
+
+def test_blocks_are_freed_only_behind_what_every_layer_attends_to():
+    def build(name, window):
+        return ModelExecutor(loaded(name), SchedulerConfig(), CacheConfig(20, sliding_window=window))
+
+    build("mistral, windowed", WINDOW)
+    build("mistral, windowed", WINDOW + 3)
+    with pytest.raises(ValueError, match=f"sliding_window is 7, but the layers .* attend to {WINDOW} tokens"):
+        build("mistral, windowed", 7)
+    with pytest.raises(ValueError, match=r"sliding_window is 8, but 1 of 2 layers .* attend to the whole"):
+        build("gemma3, first layer windowed", WINDOW)
+    with pytest.raises(ValueError, match=r"sliding_window is 8, but 2 of 2 layers"):
+        build("llama", WINDOW)
+
+
+def test_a_model_whose_last_layers_read_the_cache_of_an_earlier_one_is_refused():
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_kv_shared_layers=1))
+    with pytest.raises(ValueError, match="has 2 layers, of which 1 keep a KV cache"):
+        models.wrap("shared", model)
