@@ -111,8 +111,8 @@ class CacheConfig:
             return
         if self.reservation not in RESERVATIONS:
             raise ValueError(
-                f"CacheConfig: reservation is {self.reservation!r}; choose one of {RESERVATIONS}, or None for "
-                "paging"
+                f"CacheConfig: reservation is {self.reservation!r}; choose one of {RESERVATIONS}, or None "
+                "for paging"
             )
         if self.prefix_caching or self.num_host_blocks or self.sliding_window is not None:
             raise ValueError(
