@@ -90,6 +90,7 @@ class Plan:
         admitted: Who takes a seat before it.
         preempted: Ids of requests that lost their seat before it, the first in line to come back first.
         padding: Rows computed for nothing.
+        aborted: Ids of requests that were ended from outside since the step before.
         swapped: Ids of those among the preempted whose KV went to the host's pool.
         transfers: Blocks to copy before anything is computed, one after the other in this order: a later
             one may read or overwrite what an earlier one wrote.
@@ -100,6 +101,7 @@ class Plan:
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[str, ...] = ()
     padding: tuple[Padding, ...] = ()
+    aborted: tuple[str, ...] = ()
     swapped: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
 

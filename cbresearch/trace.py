@@ -301,7 +301,7 @@ class Trace:
         spans: dict[str, _Span] = {}
         for record in self.steps:
             plan = record.plan
-            for request_id in plan.preempted:
+            for request_id in (*plan.preempted, *plan.aborted):
                 spans.pop(request_id, None)
             for entry in plan.scheduled:
                 known = spans.get(entry.request_id, _NO_SPAN)

@@ -235,6 +235,7 @@ class Scheduler:
                 f"request {request_id!r} is {'finished' if state else 'unknown'}, so it cannot be aborted"
             )
         state.finish_reason = "abort"
+        self._plan.aborted.append(state.id)
         if state.status is RequestStatus.RUNNING:
             self._finish([state])
             return state

@@ -13,7 +13,7 @@ class Draft:
         budget: Tokens that the step can still take.
     """
 
-    __slots__ = ("admitted", "budget", "closed", "displaced", "preempted", "scheduled", "swapped")
+    __slots__ = ("aborted", "admitted", "budget", "closed", "displaced", "preempted", "scheduled", "swapped")
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -22,6 +22,7 @@ class Draft:
         self.admitted: dict[str, tuple[RequestState, int]] = {}
         self.preempted: list[RequestState] = []
         self.displaced: list[RequestState] = []
+        self.aborted: list[str] = []
         self.swapped: list[str] = []
 
     def plan(self, step: int, kept: Sequence[RequestState], transfers: tuple[Transfer, ...]) -> Plan:
@@ -39,6 +40,7 @@ class Draft:
                 for state in kept[: self.budget]
                 if state.seat is not None
             ),
+            aborted=tuple(self.aborted),
             swapped=tuple(self.swapped),
             transfers=transfers,
         )
