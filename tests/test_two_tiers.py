@@ -551,6 +551,27 @@ def test_a_request_may_be_swapped_out_again_in_the_step_in_which_it_was_swapped_
     assert (b.num_preemptions, b.num_recomputed_tokens) == (1, 0)
 
 
+def test_what_only_the_prefix_cache_gave_an_admission_that_is_undone_is_not_moved():
+    # "old" needs its next block in the step in which "new" was admitted on a hit, so "new" is put back.
+    requests = [
+        Request("seed", (1,) * 8, 1),
+        Request("old", (2,) * 4, 8, 1.0),
+        Request("new", (1,) * 9, 1, 2.0),
+    ]
+    undone = []
+
+    class Watching(NewcomersFirst):
+        def victim(self, view, candidates):
+            undone.append(candidates[-1].id)
+            return candidates[-1]
+
+    cache = CacheConfig(4, 4, prefix_caching=True, num_host_blocks=10)
+    trace, witness = serve_watched(requests, Watching(), cache=cache)
+    assert "new" in undone
+    assert trace.requests[2].num_preemptions == 0
+    assert not witness.num_transfers
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_replay_repeats_a_run_with_swaps_and_forks_step_for_step(policy):
     rng = np.random.default_rng(5)
