@@ -32,8 +32,6 @@ class Scheduled(NamedTuple):
         is_prefill: Whether known tokens are computed; otherwise the newest token, to decode the next.
         samples: Whether the last of these tokens yields a new token.
         new_block_ids: Physical blocks to append to the request's block table before the step.
-        replaced: (place in the block table, physical block) pairs to write into it before the step: blocks
-            that were shared and copied, because this step writes them.
     """
 
     request_id: str
@@ -43,7 +41,6 @@ class Scheduled(NamedTuple):
     is_prefill: bool
     samples: bool
     new_block_ids: tuple[int, ...]
-    replaced: tuple[tuple[int, int], ...] = ()
 
     @property
     def context_length(self) -> int:

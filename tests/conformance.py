@@ -2,8 +2,8 @@
 
     python -m tests.conformance FILE
 
-prints how many cases, steps and differences there are, and exits with 1 if any step differs. A line of the file
-is one case: its limits, its requests by the step of their arrival, and what was decided at each step.
+prints how many cases, steps and differences there are, and exits with 1 if any step differs. A line of the
+file is one case: its limits, its requests by the step of their arrival, and what was decided at each step.
 """
 
 import json

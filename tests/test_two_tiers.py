@@ -119,8 +119,6 @@ class Witness:
     def grow(self, entry):
         row, is_new = self.rows[entry.request_id], self.rows[entry.request_id].computed < 0
         row.table += entry.new_block_ids
-        for place, block in entry.replaced:
-            row.table[place] = block
         assert is_new or entry.start == row.computed
         row.computed = entry.start + entry.num_tokens
         assert entry.num_tokens > 0
