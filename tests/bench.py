@@ -215,9 +215,12 @@ def time_blocks(num_blocks: int, num_rounds: int = 400) -> dict[str, float]:
     return {name: statistics.median(times) for name, times in seconds.items()}
 
 
-def compare_pool_sizes(small: int = 1_000, large: int = 100_000) -> None:
-    """Print what the block manager's operations take in a small and in a large pool."""
-    few, many = time_blocks(small), time_blocks(large)
+def compare_pool_sizes(small: int = 1_000, large: int = 100_000, num_rounds: int = 5) -> None:
+    """Print what the block manager takes in a small and in a large pool, best of interleaved rounds."""
+    rounds = [(time_blocks(small), time_blocks(large)) for _ in range(num_rounds)]
+    few, many = (
+        {name: min(times[name] for times in side) for name in side[0]} for side in zip(*rounds, strict=True)
+    )
     for name, seconds in few.items():
         print(
             f"blocks: {name:20} {seconds * 1e6:6.2f} us at {small:,} blocks, {many[name] * 1e6:6.2f} us at "
