@@ -7,17 +7,35 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
-from cbresearch.policies.batching import PrefillFirst, Static, VllmV1
-from cbresearch.policies.size import ShortestJobFirst
+from cbresearch.policies.batching import PrefillFirst, Static
+from cbresearch.policies.fairness import (
+    Andes,
+    DeficitLongestPrefix,
+    EarliestDeadline,
+    LeastSlack,
+    LongestPrefixMatch,
+    Priority,
+    VirtualTokenCounter,
+)
+from cbresearch.policies.memory import Admitting, MaxUtilization, NewTokenRatio, NoEvict, PastFuture
+from cbresearch.policies.servers import Orca, Sarathi, SplitFuse, VllmV0, VllmV1
+from cbresearch.policies.size import (
+    HighestResponseRatioNext,
+    LearningToRank,
+    MemoryCheckedShortestFirst,
+    Ranked,
+    ShortestJobFirst,
+    ShortestRemaining,
+    SkipJoinFeedback,
+    Trail,
+)
 
 __all__ = [
+    "Admitting",
     "Policy",
-    "PrefillFirst",
     "Proposal",
-    "ShortestJobFirst",
-    "Static",
+    "Ranked",
     "View",
-    "VllmV1",
     "available",
     "get",
     "in_turn",
@@ -31,7 +49,35 @@ PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
 # The one registry of the package: a notebook cell adds to it, and every entry point looks names up in it.
 _REGISTRY: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Policy, Static, PrefillFirst, ShortestJobFirst, VllmV1)
+    policy.name: policy
+    for policy in (
+        Policy,
+        Static,
+        PrefillFirst,
+        Orca,
+        VllmV0,
+        VllmV1,
+        Sarathi,
+        SplitFuse,
+        ShortestJobFirst,
+        ShortestRemaining,
+        LearningToRank,
+        Trail,
+        SkipJoinFeedback,
+        HighestResponseRatioNext,
+        MemoryCheckedShortestFirst,
+        NoEvict,
+        MaxUtilization,
+        PastFuture,
+        NewTokenRatio,
+        VirtualTokenCounter,
+        DeficitLongestPrefix,
+        LongestPrefixMatch,
+        Priority,
+        EarliestDeadline,
+        LeastSlack,
+        Andes,
+    )
 }
 
 

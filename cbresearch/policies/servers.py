@@ -1,0 +1,147 @@
+"""The batching of published servers: Orca, vLLM, Sarathi-Serve, DeepSpeed-FastGen."""
+
+from collections.abc import Iterator, Sequence
+
+from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
+from cbresearch.policies.memory import Admitting
+from cbresearch.request import RequestState
+
+
+class Orca(Admitting):
+    """Iteration-level batching that reserves each request's KV slots when it joins (Orca, OSDI'22).
+
+    The slots are counted, not laid out: `CacheConfig.reservation` lays them out in contiguous runs as well.
+
+    Args:
+        reserve: "max" for prompt + `max_tokens`; "pow2" for the predicted output, rounded up to a power of
+            two; "oracle" for the predicted output itself.
+    """
+
+    name = "orca"
+    family = "batching"
+
+    def __init__(self, reserve: str = "max") -> None:
+        if reserve not in ("max", "pow2", "oracle"):
+            raise ValueError(f"orca: reserve is {reserve!r}; choose max, pow2 or oracle")
+        self.reserve = reserve
+
+    def may_join(self, view: View, request: RequestState, joined: Sequence[RequestState]) -> bool:
+        """Return whether everyone's reservation fits the pool."""
+        slots = sum(map(self._slots, (*joined, request)))
+        return not joined or slots <= view.num_blocks * view.block_size
+
+    def _slots(self, request: RequestState) -> int:
+        output = request.request.max_tokens
+        if self.reserve != "max":
+            output = request.num_output_tokens + request.predicted_remaining
+        if self.reserve == "pow2":
+            output = 1 << (output - 1).bit_length()
+        return request.num_prompt_tokens + output
+
+
+class VllmV0(Policy):
+    """Prompts before decodes, and the latest comer makes room (vLLM v0, SOSP'23).
+
+    Nobody joins while anyone is swapped out, nor where less than the watermark would stay free.
+
+    Args:
+        swap: Swap victims out to the host's pool, where it has room, instead of recomputing them.
+        watermark: Share of the pool that an admission leaves free.
+    """
+
+    name = "vllm_v0"
+    family = "batching"
+
+    def __init__(self, swap: bool = False, watermark: float = 0.01) -> None:
+        self.swap, self.watermark = swap, watermark
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose prompts; only if none could be served decodes, and then those to be swapped in."""
+        yield from whole([request for request in view.running if request.is_prefill])
+        if not any(True for _ in view.swapped):
+            for request in view.waiting:
+                needed = -(-request.num_tokens // view.block_size)
+                spare = view.num_free_blocks - needed - int(self.watermark * view.num_blocks)
+                if not view.admitting or (spare < 0 and view.running):
+                    break
+                yield request, request.num_pending_tokens
+        if view.token_budget == view.max_num_batched_tokens:
+            yield from whole(in_turn(view))
+            yield from joining(view, view.swapped)
+
+    def preemption(self, view: View, victim: RequestState) -> str:
+        """Choose as the option says."""
+        return "swap" if self.swap else view.preemption
+
+
+class Sarathi(Policy):
+    """Decodes first, then prompts under way, then new ones, cut to the token budget (Sarathi-Serve, OSDI'24).
+
+    No decode waits for a prompt longer than what the budget leaves beside it.
+    """
+
+    name = "sarathi"
+    family = "batching"
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose in that order."""
+        running = in_turn(view)
+        yield from whole([request for request in running if not request.is_prefill])
+        yield from whole([request for request in running if request.is_prefill])
+        yield from joining(view, queued(view))
+
+
+class SplitFuse(Sarathi):
+    """Every step takes exactly the token budget, if there is work for it (Dynamic SplitFuse, 2024).
+
+    Long prompts are split over steps, short ones are put together with decodes; unlike in Sarathi, the prompt
+    that needs fewest tokens to end goes first, so that it joins the decodes soonest.
+    """
+
+    name = "splitfuse"
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose decodes, then all prompts that may be computed, the nearest to its end first."""
+        running = in_turn(view)
+        yield from whole([request for request in running if not request.is_prefill])
+        prefills = [request for request in running if request.is_prefill]
+        yield from whole(sorted(prefills, key=lambda request: (request.num_pending_tokens, request.order)))
+        yield from joining(view, queued(view))
+
+
+class VllmV1(Policy):
+    """Running requests in their order, then the queue, under one token budget, as in vLLM v1 (0.32).
+
+    There are no phases: everyone wants all that is pending, so a prompt is cut where the budget ends. Nobody
+    joins in a step that preempts.
+
+    Args:
+        priority: Take the queue by (priority, arrival), and as victim the last in that order.
+    """
+
+    name = "vllm_v1"
+    hits_at_once = True
+
+    def __init__(self, priority: bool = False) -> None:
+        self._by_priority = priority
+        self.name = "vllm_v1:priority" if priority else "vllm_v1"
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose whoever runs, then whoever waits."""
+        for request in view.running:
+            if request.seat is None:
+                continue
+            yield request, request.num_pending_tokens
+            if request.seat is None:
+                # It had to make room itself: whoever comes behind it is not served in this step.
+                return
+        waiting = queued(view)
+        yield from joining(view, sorted(waiting, key=_urgency) if self._by_priority else waiting)
+
+    def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
+        """Choose the latest comer, or the least urgent."""
+        return max(candidates, key=_urgency) if self._by_priority else candidates[-1]
+
+
+def _urgency(state: RequestState) -> tuple[int, float, int]:
+    return state.request.priority, state.request.arrival, state.order
