@@ -195,7 +195,8 @@ class MemoryCheckedShortestFirst(ShortestJobFirst):
         held = [(state.num_tokens, state.predicted_remaining) for state in view.running]
         for state in sorted(queued(view), key=lambda request: (request.predicted_remaining, request.order)):
             held.append((state.num_tokens, state.predicted_remaining))
-            if not view.admitting or not _fits(held, view.num_blocks * view.block_size):
+            fits = len(held) == 1 or _fits(held, view.num_blocks * view.block_size)
+            if not view.admitting or not fits:
                 return
             yield state, state.num_pending_tokens
 
