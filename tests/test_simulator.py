@@ -306,7 +306,17 @@ def test_a_linear_cost_is_read_from_one_to_three_numbers(text, cost):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "linear", "linear:", "linear:x", "linear:1,2,3,4,5", "linear:1,,2", "roofline:1", "1,2,3", "Linear:1"],
+    [
+        "",
+        "linear",
+        "linear:",
+        "linear:x",
+        "linear:1,2,3,4,5",
+        "linear:1,,2",
+        "roofline:1",
+        "1,2,3",
+        "Linear:1",
+    ],
 )
 def test_a_cost_that_cannot_be_read_is_refused_by_value_and_remedy(text):
     with pytest.raises(ValueError, match="linear:T0,T_TOKEN,T_CONTEXT") as refusal:

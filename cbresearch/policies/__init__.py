@@ -4,19 +4,11 @@ import difflib
 import inspect
 from ast import literal_eval
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
 from cbresearch.policies.batching import PrefillFirst, Static
-from cbresearch.policies.fairness import (
-    Andes,
-    DeficitLongestPrefix,
-    EarliestDeadline,
-    LeastSlack,
-    LongestPrefixMatch,
-    Priority,
-    VirtualTokenCounter,
-)
+from cbresearch.policies.fairness import DeficitLongestPrefix, LongestPrefixMatch, VirtualTokenCounter
 from cbresearch.policies.memory import Admitting, MaxUtilization, NewTokenRatio, NoEvict, PastFuture
 from cbresearch.policies.servers import Orca, Sarathi, SplitFuse, VllmV0, VllmV1
 from cbresearch.policies.size import (
@@ -29,9 +21,11 @@ from cbresearch.policies.size import (
     SkipJoinFeedback,
     Trail,
 )
+from cbresearch.policies.urgency import Andes, EarliestDeadline, LeastSlack, Priority
 
 __all__ = [
     "Admitting",
+    "Entry",
     "Policy",
     "Proposal",
     "Ranked",
@@ -42,6 +36,7 @@ __all__ = [
     "joining",
     "queued",
     "register",
+    "table",
     "whole",
 ]
 
@@ -81,6 +76,20 @@ _REGISTRY: dict[str, type[Policy]] = {
 }
 
 
+class Entry(NamedTuple):
+    """What is known of a policy.
+
+    Attributes:
+        rule: Its rule in one line.
+        family: "batching", "size", "memory", "fairness", "slo" or "locality".
+        source: Where the rule was published; empty for one of your own that names none.
+    """
+
+    rule: str
+    family: str
+    source: str
+
+
 def register(policy: PolicyClass) -> PolicyClass:
     """Make a policy class known under its `name`; usable as a decorator.
 
@@ -102,8 +111,19 @@ def register(policy: PolicyClass) -> PolicyClass:
 
 def available() -> Mapping[str, str]:
     """Return the known policy names, each with the one-line rule from its docstring."""
+    return {name: entry.rule for name, entry in table().items()}
+
+
+def table() -> Mapping[str, Entry]:
+    """Return the known policies by name, each with its one-line rule, its family and its source."""
     return {
-        name: (inspect.getdoc(policy) or "").partition("\n")[0] for name, policy in sorted(_REGISTRY.items())
+        name: Entry(
+            (inspect.getdoc(policy) or "").partition("\n")[0],
+            policy.family,
+            # A base's source is not that of a policy derived from it.
+            vars(policy).get("source", ""),
+        )
+        for name, policy in sorted(_REGISTRY.items())
     }
 
 

@@ -88,6 +88,9 @@ class Policy:
 
     name = "fcfs"
     family = "batching"
+    """One of "batching", "size", "memory", "fairness", "slo", "locality"."""
+    source = "Orca (OSDI'22), Sarathi-Serve (OSDI'24)"
+    """Where the rule was published."""
     keeps_seats = False
     """Whether a finished request's row stays in the batch until all rows are finished."""
     joins_late = True
@@ -95,6 +98,9 @@ class Policy:
     hits_at_once = False
     """Whether a prefix counts as cached as soon as a step is planned that computes it, as in vLLM v1, so that
     others may share it in that very step; else only once it is computed."""
+
+    def begin(self) -> None:
+        """Forget earlier runs; called when a scheduler takes the policy."""
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Yield whom to serve and how many tokens each wants, best first.
@@ -108,7 +114,8 @@ class Policy:
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
         """Choose whom to preempt when blocks run out, among the running requests in admission order.
 
-        The latest comer goes: the oldest request then always advances, so every run ends.
+        The latest comer goes: the oldest request then always advances, so every run ends. Who was preempted
+        `max_preemptions` times is no candidate; if that leaves nobody, the latest comer goes unasked.
         """
         return candidates[-1]
 

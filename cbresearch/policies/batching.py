@@ -12,7 +12,8 @@ class Static(Policy):
 
     The seats are filled only when all are empty. All prompts are computed before anyone decodes, and a
     finished request keeps its seat, its blocks and its row until the longest request is done. A batch that a
-    small token budget fills over several steps ends early if all who joined so far are done.
+    small token budget fills over several steps ends early if all who joined so far are done. Such a server
+    reserves memory for the longest output, which is left to `CacheConfig.reservation`.
 
     Args:
         release: Let finished rows leave at once; still nobody joins.
@@ -20,12 +21,16 @@ class Static(Policy):
     """
 
     name = "static"
+    source = "FasterTransformer; the baseline of Orca (OSDI'22)"
     joins_late = False
 
     def __init__(self, release: bool = False, wait: float = 0.0) -> None:
         self.keeps_seats = not release
         self.name = "static:release" if release else "static"
         self.wait = wait
+
+    def begin(self) -> None:
+        """Fill no batch."""
         self._joining: list[RequestState] = []
 
     def wakes(self, view: View) -> float | None:
@@ -51,6 +56,7 @@ class PrefillFirst(Policy):
     """Prompts before decodes, never both in one step, and none while anyone is swapped out, as in vLLM v0."""
 
     name = "prefill_first"
+    source = "vLLM v0 (SOSP'23), without its watermark"
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose prompts; decodes only if no prompt could be served."""

@@ -8,41 +8,45 @@ from cbresearch.request import RequestState
 
 
 class Orca(Admitting):
-    """Iteration-level batching that reserves each request's KV slots when it joins (Orca, OSDI'22).
+    """Iteration-level batching that reserves each request's KV slots when it joins.
 
-    The slots are counted, not laid out: `CacheConfig.reservation` lays them out in contiguous runs as well.
+    The slots are counted in whole blocks, not laid out: `CacheConfig.reservation` lays them out in contiguous
+    runs as well. Orca itself reserves `max_tokens`, "pow2" and "oracle" are the baselines of the vLLM paper.
+    It computes every prompt in one step, so its token budget is large.
 
     Args:
         reserve: "max" for prompt + `max_tokens`; "pow2" for the predicted output, rounded up to a power of
-            two; "oracle" for the predicted output itself.
+            two; "oracle" for the predicted output itself. These two preempt where the prediction falls short.
     """
 
     name = "orca"
     family = "batching"
+    source = "Orca (OSDI'22); reservations of vLLM (SOSP'23)"
 
     def __init__(self, reserve: str = "max") -> None:
         if reserve not in ("max", "pow2", "oracle"):
             raise ValueError(f"orca: reserve is {reserve!r}; choose max, pow2 or oracle")
         self.reserve = reserve
 
-    def may_join(self, view: View, request: RequestState, joined: Sequence[RequestState]) -> bool:
-        """Return whether everyone's reservation fits the pool."""
-        slots = sum(map(self._slots, (*joined, request)))
-        return not joined or slots <= view.num_blocks * view.block_size
-
-    def _slots(self, request: RequestState) -> int:
+    def num_slots(self, request: RequestState) -> int:
+        """Return the tokens that are reserved for a request."""
         output = request.request.max_tokens
         if self.reserve != "max":
-            output = request.num_output_tokens + request.predicted_remaining
+            output = min(output, request.num_output_tokens + request.predicted_remaining)
         if self.reserve == "pow2":
             output = 1 << (output - 1).bit_length()
         return request.num_prompt_tokens + output
 
+    def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
+        """Return whether everyone's reservation fits the pool."""
+        return sum(-(-self.num_slots(state) // view.block_size) for state in requests) <= view.num_blocks
+
 
 class VllmV0(Policy):
-    """Prompts before decodes, and the latest comer makes room (vLLM v0, SOSP'23).
+    """Prompts before decodes, admitted above a watermark of free blocks; the latest comer makes room.
 
-    Nobody joins while anyone is swapped out, nor where less than the watermark would stay free.
+    Nobody joins while anyone is swapped out. A prompt longer than the token budget is cut, which vLLM v0 did
+    not do unless asked; without `chunked_prefill` none is.
 
     Args:
         swap: Swap victims out to the host's pool, where it has room, instead of recomputing them.
@@ -50,7 +54,7 @@ class VllmV0(Policy):
     """
 
     name = "vllm_v0"
-    family = "batching"
+    source = "vLLM (SOSP'23)"
 
     def __init__(self, swap: bool = False, watermark: float = 0.01) -> None:
         self.swap, self.watermark = swap, watermark
@@ -75,13 +79,13 @@ class VllmV0(Policy):
 
 
 class Sarathi(Policy):
-    """Decodes first, then prompts under way, then new ones, cut to the token budget (Sarathi-Serve, OSDI'24).
+    """Decodes first, then prompts under way, then new ones, cut to the token budget.
 
     No decode waits for a prompt longer than what the budget leaves beside it.
     """
 
     name = "sarathi"
-    family = "batching"
+    source = "Sarathi-Serve (OSDI'24)"
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose in that order."""
@@ -91,17 +95,18 @@ class Sarathi(Policy):
         yield from joining(view, queued(view))
 
 
-class SplitFuse(Sarathi):
-    """Every step takes exactly the token budget, if there is work for it (Dynamic SplitFuse, 2024).
+class SplitFuse(Policy):
+    """Every step takes exactly the token budget: long prompts are split, short ones are put together.
 
-    Long prompts are split over steps, short ones are put together with decodes; unlike in Sarathi, the prompt
-    that needs fewest tokens to end goes first, so that it joins the decodes soonest.
+    Of the prompts under way the one that needs fewest tokens to end goes first, so that it joins the decodes
+    soonest; this order is an interpretation, and all that tells it from `sarathi`.
     """
 
     name = "splitfuse"
+    source = "Dynamic SplitFuse (DeepSpeed-FastGen, 2024)"
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose decodes, then all prompts that may be computed, the nearest to its end first."""
+        """Propose decodes, then the prompts under way, the nearest to its end first, then new ones."""
         running = in_turn(view)
         yield from whole([request for request in running if not request.is_prefill])
         prefills = [request for request in running if request.is_prefill]
@@ -110,16 +115,17 @@ class SplitFuse(Sarathi):
 
 
 class VllmV1(Policy):
-    """Running requests in their order, then the queue, under one token budget, as in vLLM v1 (0.32).
+    """Running requests in their order, then the queue, under one token budget, as in vLLM v1.
 
     There are no phases: everyone wants all that is pending, so a prompt is cut where the budget ends. Nobody
-    joins in a step that preempts.
+    joins in a step that preempts. Swapped requests, which vLLM v1 has not, come back before others join.
 
     Args:
         priority: Take the queue by (priority, arrival), and as victim the last in that order.
     """
 
     name = "vllm_v1"
+    source = "vLLM 0.32, v1 scheduler"
     hits_at_once = True
 
     def __init__(self, priority: bool = False) -> None:

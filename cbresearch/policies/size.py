@@ -1,5 +1,6 @@
 """Size-based orders: who is expected to be done soonest."""
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nsmallest
 
@@ -10,12 +11,12 @@ from cbresearch.request import RequestState
 class ShortestJobFirst(Policy):
     """Admit the request with the shortest predicted output first, without preempting for it.
 
-    Source: SSJF (Qiu et al., 2024). Without a prediction `max_tokens` stands in: where end-of-sequence tokens
-    are ignored, that is the truth.
+    Without a prediction `max_tokens` stands in: where end-of-sequence tokens are ignored, that is the truth.
     """
 
     name = "sjf"
     family = "size"
+    source = "SSJF (Qiu et al., 2024)"
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return what the queue is sorted by, least first."""
@@ -33,13 +34,14 @@ class ShortestJobFirst(Policy):
 class HighestResponseRatioNext(ShortestJobFirst):
     """Admit by (time waited + size)/size, so that a long request that waits overtakes short newcomers.
 
-    Source: Brinch Hansen, 1971. The size is the predicted output times `token_seconds`.
+    The size is the predicted output times `token_seconds`. SGLang's variant takes the uncached prompt for it.
 
     Args:
         token_seconds: Seconds that a token of output takes, to compare sizes with waiting times.
     """
 
     name = "hrrn"
+    source = "Brinch Hansen (1971)"
 
     def __init__(self, token_seconds: float = 1.0) -> None:
         self.token_seconds = token_seconds
@@ -51,7 +53,7 @@ class HighestResponseRatioNext(ShortestJobFirst):
 
 
 class LearningToRank(ShortestJobFirst):
-    """Admit by predicted rank; who has waited too long goes first (vllm-ltr, NeurIPS'24).
+    """Admit by predicted rank; who has waited too long goes first, the longest waiting before the others.
 
     Only the order of the predictions matters. The paper counts steps without service before it promotes; here
     it is seconds since the arrival, an interpretation.
@@ -61,15 +63,15 @@ class LearningToRank(ShortestJobFirst):
     """
 
     name = "rank"
+    source = "vllm-ltr (NeurIPS'24)"
 
     def __init__(self, starvation: float = 60.0) -> None:
         self.starvation = starvation
 
     def rank(self, view: View, request: RequestState) -> float:
-        """Return the predicted length, or the arrival, far ahead, of who starves."""
-        if view.now - request.request.arrival < self.starvation:
-            return request.predicted_remaining
-        return request.request.arrival - 1e12
+        """Return the predicted length, or less than any of who starves."""
+        starves = view.now - request.request.arrival >= self.starvation
+        return -math.inf if starves else request.predicted_remaining
 
 
 class Ranked(Policy):
@@ -81,10 +83,10 @@ class Ranked(Policy):
     name = "ranked"
 
     def rank(self, view: View, request: RequestState) -> float:
-        """Return what requests are sorted by, least first."""
+        """Return what requests are sorted by, least first; the earlier of equals goes first."""
         return request.order
 
-    def may_lose(self, request: RequestState) -> bool:
+    def may_lose(self, view: View, request: RequestState) -> bool:
         """Return whether a running request may be displaced."""
         return True
 
@@ -93,7 +95,7 @@ class Ranked(Policy):
         everyone: Iterable[RequestState] = (*view.running, *queued(view))
         best = nsmallest(view.max_num_seqs, everyone, key=lambda state: (self.rank(view, state), state.order))
         yield from whole(best)
-        yield from whole([request for request in view.running if request not in best])
+        yield from whole([request for request in view.running if request not in set(best)])
 
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
         """Choose the last in rank."""
@@ -103,17 +105,18 @@ class Ranked(Policy):
         self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
     ) -> RequestState | None:
         """Choose the last in rank, if it ranks behind the newcomer and may lose its seat."""
-        losers = [state for state in candidates if self.may_lose(state)]
+        losers = [state for state in candidates if self.may_lose(view, state)]
         worst = self.victim(view, losers) if losers else None
         behind = worst is not None and self.rank(view, worst) > self.rank(view, newcomer)
         return worst if behind else None
 
 
 class ShortestRemaining(Ranked):
-    """Serve the shortest predicted remaining output first, and preempt for it (SRPT; Schrage, 1968)."""
+    """Serve the shortest predicted remaining output first, and preempt for it."""
 
     name = "srpt"
     family = "size"
+    source = "SRPT (Schrage, 1968)"
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the predicted number of tokens still to come."""
@@ -121,30 +124,34 @@ class ShortestRemaining(Ranked):
 
 
 class Trail(ShortestRemaining):
-    """Shortest predicted remaining output first; only a young request may be displaced (TRAIL, ICLR'25).
+    """Serve the shortest predicted remaining output first; only a young request may be displaced for it.
 
-    The prediction is not refreshed from the model's embeddings, as the paper does: it counts down.
+    The prediction is not refreshed from the model's embeddings, as in the paper: it counts down. The floor of
+    the product and c = 0.8 are an interpretation.
 
     Args:
-        c: A request may be displaced while it has generated fewer than c times its predicted output.
+        c: A request is young while it has generated fewer than c times its predicted output, rounded down.
     """
 
     name = "trail"
+    source = "TRAIL (ICLR'25)"
 
     def __init__(self, c: float = 0.8) -> None:
         self.c = c
 
-    def may_lose(self, request: RequestState) -> bool:
+    def may_lose(self, view: View, request: RequestState) -> bool:
         """Return whether the request is young."""
-        expected = request.num_output_tokens + request.predicted_remaining
-        return request.num_output_tokens < int(self.c * expected)
+        expected = request.request.predicted_output or request.request.max_tokens
+        return request.num_output_tokens < math.floor(self.c * expected)
 
 
 class SkipJoinFeedback(Ranked):
-    """Multi-level feedback: levels of doubling quanta, entered by prompt length (FastServe, 2023).
+    """Multi-level feedback: serve the first of several levels with doubling quanta, entered by prompt length.
 
-    A newcomer skips the levels whose quantum its prompt would use up. Who has used its quantum falls a level;
-    who has waited `aging` seconds rises to the first. Service is counted in tokens, prompt included.
+    A newcomer skips the levels whose quantum is shorter than its prompt. Whoever has used its quantum falls a
+    level, and whoever has waited `aging` seconds rises to the first. Within a level the earlier arrival goes
+    first. That service is counted in tokens, prompt included, and not in seconds, is an interpretation, and
+    KV is swapped only when a seat is lost, not ahead of it.
 
     Args:
         levels: Number of levels.
@@ -154,14 +161,18 @@ class SkipJoinFeedback(Ranked):
 
     name = "mlfq"
     family = "size"
+    source = "FastServe (2023; NSDI'26), skip-join MLFQ"
 
     def __init__(self, levels: int = 4, quantum: int = 64, aging: float = 60.0) -> None:
         self.levels, self.quantum, self.aging = levels, quantum, aging
+
+    def begin(self) -> None:
+        """Forget everyone's level."""
         self._seen: dict[str, tuple[int, int, float]] = {}
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the request's level."""
-        level, used, since = self._seen.get(request.id, (self._entry(request), 0, request.request.arrival))
+        level, used, since = self._seen.get(request.id) or self._entry(request)
         if request.seat is None and view.now - since >= self.aging:
             level, used = 0, 0
         self._seen[request.id] = level, used, view.now if request.seat is not None else since
@@ -169,40 +180,43 @@ class SkipJoinFeedback(Ranked):
 
     def served(self, request: RequestState, num_tokens: int) -> None:
         """Count the service, and let the request fall when its quantum is used up."""
-        level, used, since = self._seen.get(request.id, (self._entry(request), 0, request.request.arrival))
+        level, used, since = self._seen.get(request.id) or self._entry(request)
         used += num_tokens
         if used >= self.quantum << level and level < self.levels - 1:
             level, used = level + 1, 0
         self._seen[request.id] = level, used, since
+        if request.finish_reason is not None:
+            del self._seen[request.id]
 
-    def _entry(self, request: RequestState) -> int:
-        fitting = (n for n in range(self.levels) if request.num_prompt_tokens < self.quantum << n)
-        return next(fitting, self.levels - 1)
+    def _entry(self, request: RequestState) -> tuple[int, int, float]:
+        fitting = (n for n in range(self.levels) if request.num_prompt_tokens <= self.quantum << n)
+        return next(fitting, self.levels - 1), 0, request.request.arrival
 
 
 class MemoryCheckedShortestFirst(ShortestJobFirst):
-    """Admit the shortest first, as long as memory suffices until each predicted end (MC-SF, 2025).
+    """Admit the shortest first, as long as memory suffices until each predicted end.
 
-    Source: Jaillet et al., arXiv 2502.07115: at each instant at which a request is predicted to finish, the
-    tokens then held by all who still run must fit the pool.
+    At each instant at which somebody is predicted to finish, what all who still run then hold must fit the
+    pool. The paper counts tokens; here it is whole blocks, without the last token, whose KV is never needed.
     """
 
     name = "mc_sf"
+    source = "MC-SF (Jaillet et al., 2025, arXiv 2502.07115)"
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose whoever runs, then the queue from short to long while it fits."""
         yield from whole(in_turn(view))
-        held = [(state.num_tokens, state.predicted_remaining) for state in view.running]
-        for state in sorted(queued(view), key=lambda request: (request.predicted_remaining, request.order)):
-            held.append((state.num_tokens, state.predicted_remaining))
-            fits = len(held) == 1 or _fits(held, view.num_blocks * view.block_size)
-            if not view.admitting or not fits:
+        queue = sorted(queued(view), key=lambda request: (request.predicted_remaining, request.order))
+        for state in queue if view.admitting else []:
+            if not view.admitting or (view.running and not fits_until_each_end(view, (*view.running, state))):
                 return
             yield state, state.num_pending_tokens
 
 
-def _fits(held: Sequence[tuple[int, int]], capacity: int) -> bool:
+def fits_until_each_end(view: View, requests: Sequence[RequestState]) -> bool:
+    """Return whether requests that each generate a token a step fit the pool whenever one of them ends."""
+    held = [(state.num_tokens - 1, state.predicted_remaining) for state in requests]
     return all(
-        sum(tokens + end for tokens, left in held if left >= end) <= capacity
+        sum(-(-(tokens + end) // view.block_size) for tokens, left in held if left >= end) <= view.num_blocks
         for end in {left for _, left in held}
     )

@@ -38,6 +38,7 @@ class Scheduler:
         cache: CacheConfig,
         step_time: Callable[[int, int], float] | None = None,
     ) -> None:
+        policy.begin()
         self.policy = policy
         self.step_time = step_time
         self.config = config
@@ -295,8 +296,9 @@ class Scheduler:
             self._vacate(self._kept.pop())
             return True
         bound = self.config.max_preemptions
-        candidates = [other for other in self._running if other.num_preemptions < bound] or self._running
-        victim = self.policy.victim(self._view, candidates)
+        candidates = [other for other in self._running if other.num_preemptions < bound]
+        # Where all had their share of preemptions the latest comer goes, so that the oldest gets to its end.
+        victim = self.policy.victim(self._view, candidates) if candidates else self._running[-1]
         self._preempt(victim)
         return victim is not state
 
