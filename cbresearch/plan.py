@@ -66,6 +66,10 @@ class Transfer(NamedTuple):
     target: int
 
 
+SKIP_REASONS = ("budget", "seats", "blocks", "sibling", "chunk", "policy")
+"""Why a request is not served in a step; see `Skipped`."""
+
+
 class Skipped(NamedTuple):
     """A request that wanted to be served in a step and was not.
 
