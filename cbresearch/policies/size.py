@@ -149,9 +149,9 @@ class SkipJoinFeedback(Ranked):
     """Multi-level feedback: serve the first of several levels with doubling quanta, entered by prompt length.
 
     A newcomer skips the levels whose quantum is shorter than its prompt. Whoever has used its quantum falls a
-    level, and whoever has waited `aging` seconds rises to the first. Within a level the earlier arrival goes
-    first. That service is counted in tokens, prompt included, and not in seconds, is an interpretation, and
-    KV is swapped only when a seat is lost, not ahead of it.
+    level, and whoever has waited `aging` seconds rises to the first. Within a level whoever entered it first
+    goes first. That service is counted in tokens, prompt included, and not in seconds, is an interpretation,
+    and KV is swapped only when a seat is lost, not ahead of it.
 
     Args:
         levels: Number of levels.
@@ -168,29 +168,33 @@ class SkipJoinFeedback(Ranked):
 
     def begin(self) -> None:
         """Forget everyone's level."""
-        self._seen: dict[str, tuple[int, int, float]] = {}
+        self._seen: dict[str, tuple[float, int, float]] = {}
+        self._num_entries = 0
 
     def rank(self, view: View, request: RequestState) -> float:
-        """Return the request's level."""
-        level, used, since = self._seen.get(request.id) or self._entry(request)
-        if request.seat is None and view.now - since >= self.aging:
-            level, used = 0, 0
-        self._seen[request.id] = level, used, view.now if request.seat is not None else since
-        return level
+        """Return the request's level, with its place there as a fraction."""
+        place, used, since = self._seen.get(request.id) or self._join(request)
+        if request.seat is None and view.now - since >= self.aging and place >= 1:
+            place, used = self._enter(0), 0
+        self._seen[request.id] = place, used, view.now if request.seat is not None else since
+        return place
 
     def served(self, request: RequestState, num_tokens: int) -> None:
         """Count the service, and let the request fall when its quantum is used up."""
-        level, used, since = self._seen.get(request.id) or self._entry(request)
-        used += num_tokens
+        place, used, since = self._seen.pop(request.id, ()) or self._join(request)
+        level, used = int(place), used + num_tokens
         if used >= self.quantum << level and level < self.levels - 1:
-            level, used = level + 1, 0
-        self._seen[request.id] = level, used, since
-        if request.finish_reason is not None:
-            del self._seen[request.id]
+            place, used = self._enter(level + 1), 0
+        if request.finish_reason is None:
+            self._seen[request.id] = place, used, since
 
-    def _entry(self, request: RequestState) -> tuple[int, int, float]:
+    def _join(self, request: RequestState) -> tuple[float, int, float]:
         fitting = (n for n in range(self.levels) if request.num_prompt_tokens <= self.quantum << n)
-        return next(fitting, self.levels - 1), 0, request.request.arrival
+        return self._enter(next(fitting, self.levels - 1)), 0, request.request.arrival
+
+    def _enter(self, level: int) -> float:
+        self._num_entries += 1
+        return level + self._num_entries * 1e-9
 
 
 class MemoryCheckedShortestFirst(ShortestJobFirst):

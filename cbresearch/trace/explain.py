@@ -88,7 +88,7 @@ def _waiting(waits: Counter[str], seconds: float) -> Iterator[str]:
 
 def _reasons(waits: Counter[str]) -> str:
     if not waits:
-        return ", through no step"
+        return ", in which no step began"
     why = "; ".join(f"{_WHY[reason]} ({number})" for reason, number in waits.most_common())
     return f", through {_count(waits.total(), 'step')}: {why}"
 
