@@ -95,23 +95,15 @@ class Sarathi(Policy):
         yield from joining(view, queued(view))
 
 
-class SplitFuse(Policy):
+class SplitFuse(Sarathi):
     """Every step takes exactly the token budget: long prompts are split, short ones are put together.
 
-    Of the prompts under way the one that needs fewest tokens to end goes first, so that it joins the decodes
-    soonest; this order is an interpretation, and all that tells it from `sarathi`.
+    Who is served is Sarathi's order, published at the same time. What differs is the budget's purpose: there
+    it bounds the time between tokens, here it is the step size at which throughput levels off.
     """
 
     name = "splitfuse"
     source = "Dynamic SplitFuse (DeepSpeed-FastGen, 2024)"
-
-    def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose decodes, then the prompts under way, the nearest to its end first, then new ones."""
-        running = in_turn(view)
-        yield from whole([request for request in running if not request.is_prefill])
-        prefills = [request for request in running if request.is_prefill]
-        yield from whole(sorted(prefills, key=lambda request: (request.num_pending_tokens, request.order)))
-        yield from joining(view, queued(view))
 
 
 class VllmV1(Policy):

@@ -181,12 +181,13 @@ class SkipJoinFeedback(Ranked):
 
     def served(self, request: RequestState, num_tokens: int) -> None:
         """Count the service, and let the request fall when its quantum is used up."""
-        place, used, since = self._seen.pop(request.id, ()) or self._join(request)
+        place, used, since = self._seen.get(request.id) or self._join(request)
         level, used = int(place), used + num_tokens
         if used >= self.quantum << level and level < self.levels - 1:
             place, used = self._enter(level + 1), 0
-        if request.finish_reason is None:
-            self._seen[request.id] = place, used, since
+        self._seen[request.id] = place, used, since
+        if request.finish_reason is not None:
+            del self._seen[request.id]
 
     def _join(self, request: RequestState) -> tuple[float, int, float]:
         fitting = (n for n in range(self.levels) if request.num_prompt_tokens <= self.quantum << n)
@@ -210,8 +211,7 @@ class MemoryCheckedShortestFirst(ShortestJobFirst):
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose whoever runs, then the queue from short to long while it fits."""
         yield from whole(in_turn(view))
-        queue = sorted(queued(view), key=lambda request: (request.predicted_remaining, request.order))
-        for state in queue if view.admitting else []:
+        for state in sorted(queued(view), key=lambda state: (self.rank(view, state), state.order)):
             if not view.admitting or (view.running and not fits_until_each_end(view, (*view.running, state))):
                 return
             yield state, state.num_pending_tokens

@@ -1,6 +1,7 @@
 """Urgency: priorities, and promises about time."""
 
 import math
+from collections.abc import Sequence
 
 from cbresearch.policies.base import View
 from cbresearch.policies.size import Ranked, ShortestJobFirst
@@ -58,8 +59,7 @@ class LeastSlack(ShortestJobFirst):
         given = request.request
         if given.deadline is None:
             return math.inf
-        slack = given.deadline - view.now
-        slack -= view.step_seconds(request.num_pending_tokens, request.num_tokens)
+        slack = given.deadline - view.now - view.step_seconds(request.num_pending_tokens, request.num_tokens)
         return slack / max(given.deadline - given.arrival, 1e-9) if self.relative else slack
 
 
@@ -92,3 +92,9 @@ class Andes(Ranked):
     def may_lose(self, view: View, request: RequestState) -> bool:
         """Return whether a request is not behind its reader."""
         return self.rank(view, request) >= 0
+
+    def displace(
+        self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
+    ) -> RequestState | None:
+        """Choose who is farthest ahead, for a newcomer that is behind."""
+        return None if self.may_lose(view, newcomer) else super().displace(view, newcomer, candidates)
