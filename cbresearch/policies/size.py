@@ -26,9 +26,8 @@ class ShortestJobFirst(Policy):
         """Propose whoever runs, then the queue from short to long."""
         yield from whole(in_turn(view))
         if view.admitting:
-            yield from joining(
-                view, sorted(queued(view), key=lambda request: (self.rank(view, request), request.order))
-            )
+            order = sorted(queued(view), key=lambda state: (self.rank(view, state), state.order))
+            yield from joining(view, order)
 
 
 class HighestResponseRatioNext(ShortestJobFirst):
