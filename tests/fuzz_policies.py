@@ -2,8 +2,8 @@
 
     python tests/fuzz_policies.py [WORKLOADS] [POLICY ...]
 
-prints a line for each policy with what its cells came to, and exits with 1 if a cell fails. A cell is a policy,
-a way of preemption, the prefix cache on or off, and prompts cut at the token budget or not.
+prints a line for each policy with what its cells came to, and exits with 1 if a cell fails. A cell is a
+policy, a way of preemption, the prefix cache on or off, and prompts cut at the token budget or not.
 """
 
 import itertools
