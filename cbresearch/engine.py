@@ -124,8 +124,6 @@ class ModelExecutor:
         for entry in plan.scheduled:
             if entry.new_block_ids:
                 self._append_blocks(entry.seat, entry.new_block_ids)
-            for place, block in entry.replaced:
-                self._block_tables[entry.seat, place] = block
         rows = [(entry.seat, entry.start, entry.num_tokens, entry.samples, True) for entry in plan.scheduled]
         # A padding row computes its last position over again; what comes of it is thrown away.
         rows += [(row.seat, row.context_length - 1, 1, True, False) for row in plan.padding]

@@ -32,8 +32,6 @@ class Scheduled(NamedTuple):
         is_prefill: Whether known tokens are computed; otherwise the newest token, to decode the next.
         samples: Whether the last of these tokens yields a new token.
         new_block_ids: Physical blocks to append to the request's block table before the step.
-        replaced: (place in the block table, physical block) pairs to write into it before the step: blocks
-            that were shared and copied, because this step writes them.
     """
 
     request_id: str
@@ -43,7 +41,6 @@ class Scheduled(NamedTuple):
     is_prefill: bool
     samples: bool
     new_block_ids: tuple[int, ...]
-    replaced: tuple[tuple[int, int], ...] = ()
 
     @property
     def context_length(self) -> int:
@@ -108,6 +105,7 @@ class Plan:
         admitted: Who takes a seat before it.
         preempted: Ids of requests that lost their seat before it, the first in line to come back first.
         padding: Rows computed for nothing.
+        aborted: Ids of requests that were ended from outside since the step before.
         swapped: Ids of those among the preempted whose KV went to the host's pool.
         transfers: Blocks to copy before anything is computed, one after the other in this order: a later
             one may read or overwrite what an earlier one wrote.
@@ -121,6 +119,7 @@ class Plan:
     admitted: tuple[Admission, ...] = ()
     preempted: tuple[str, ...] = ()
     padding: tuple[Padding, ...] = ()
+    aborted: tuple[str, ...] = ()
     swapped: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     skipped: tuple[Skipped, ...] = ()

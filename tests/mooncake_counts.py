@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from cbresearch import workloads
+from cbresearch import formulas, workloads
 from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig
 
@@ -51,10 +51,11 @@ def count_references(chains: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def committed_sizes() -> dict[str, dict[int, int]]:
-    """Return the hits by trace and number of blocks."""
+    """Return the hits by trace and number of blocks, predicted in one pass and measured alike."""
     found: dict[str, dict[int, int]] = {name: {} for name in FILES}
     for row in _rows(SIZES):
-        found[row["trace"]][int(row["cache_blocks"])] = int(row["hit_blocks"])
+        assert row["predicted_hits"] == row["measured_hits"]
+        found[row["trace"]][int(row["cache_blocks"])] = int(row["measured_hits"])
     return found
 
 
@@ -89,11 +90,13 @@ def main() -> None:
     for name, file in FILES.items():
         requests = workloads.load_mooncake(file, tokens_per_id=1)
         chains = [request.prompt for request in requests]
+        depths = formulas.reuse_depths(chains)
         for num_blocks in tqdm(NUM_BLOCKS, desc=name):
-            sizes.append((name, num_blocks, measured_hits(chains, num_blocks)))
+            predicted = np.count_nonzero(depths <= num_blocks)
+            sizes.append((name, num_blocks, predicted, measured_hits(chains, num_blocks)))
         times = count_references(chains)
         references += [(name, number, blocks) for number, blocks in enumerate(times.tolist()) if blocks]
-    _write(SIZES, ("trace", "cache_blocks", "hit_blocks"), sizes)
+    _write(SIZES, ("trace", "cache_blocks", "predicted_hits", "measured_hits"), sizes)
     _write(REFERENCES, ("trace", "references", "blocks"), references)
 
 

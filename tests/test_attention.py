@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from cbresearch.attention import LatentCache, PagedCache, PagedStep, batch_order, paged_attention
+from cbresearch.attention import LatentCache, PagedCache, PagedStep, batch_order, paged_attention, pool
 from cbresearch.config import CacheConfig, ModelShape
 from cbresearch.plan import Transfer
 
@@ -25,9 +25,9 @@ def numbered(config, **changes):
     """Return a cache in which every element of both pools is different."""
     cache = PagedCache(shape(**changes), config, dtype=torch.float64)
     first = 0
-    for pool in (*cache.kv, cache.host):
-        pool.copy_(torch.arange(first, first + pool.numel(), dtype=torch.float64).view(pool.shape))
-        first += pool.numel()
+    for each in (*cache.kv, cache.host):
+        each.copy_(torch.arange(first, first + each.numel(), dtype=torch.float64).view(each.shape))
+        first += each.numel()
     return cache
 
 
@@ -48,7 +48,9 @@ def test_keys_and_values_of_every_layer_are_bit_equal_after_a_swap_to_permuted_b
             assert now[[1, 3, 5, 6, 8]].isnan().all()
 
 
-def test_transfers_equal_one_copy_after_the_other_in_random_sequences():
+@pytest.mark.parametrize("staged_bytes", [2**23, 3_000])
+def test_transfers_equal_one_copy_after_the_other_in_random_sequences(staged_bytes, monkeypatch):
+    monkeypatch.setattr(pool, "_STAGED_BYTES", staged_bytes)
     for seed in range(NUM_TRANSFER_SEQUENCES):
         rng = np.random.default_rng(seed)
         # So few blocks that chains, overwritten sources and targets written twice are common.
@@ -97,7 +99,7 @@ def test_a_pool_without_room_is_refused_by_name(name):
 
 def test_a_fill_reaches_both_pools():
     cache = PagedCache(shape(), CacheConfig(3, 2, num_host_blocks=2), fill=math.nan)
-    assert all(pool.isnan().all() for pool in (*cache.kv, cache.host))
+    assert all(each.isnan().all() for each in (*cache.kv, cache.host))
     assert cache.num_host_bytes * 3 == cache.num_bytes * 2
 
 

@@ -1,5 +1,6 @@
 """Kinds of faults that other servers had in their KV memory; each test's name is the claim."""
 
+import math
 from collections import Counter
 from itertools import pairwise
 
@@ -22,10 +23,12 @@ from test_two_tiers import (
 from cbresearch import policies
 from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.engine import ModelExecutor
 from cbresearch.metrics import token_counts
 from cbresearch.plan import StepResult
 from cbresearch.request import Request, parallel_samples
 from cbresearch.scheduler import Scheduler
+from cbresearch.serve import serve
 from cbresearch.simulator import simulate
 
 MODES = ("recompute", "swap")
@@ -108,6 +111,20 @@ def test_a_cached_prompt_gives_the_first_token_that_a_computed_one_gives(tiny, a
         assert trace.outputs[f"{n} 0.0"] == trace.outputs[f"{n} 1000.0"] == answer.continuation[:5]
         assert cached[f"{n} 1000.0"] >= (len(answer.prompt) - 1) // 3 * 3
         assert cached[f"{n} 1000.0"] < len(answer.prompt)
+
+
+def test_a_row_computed_for_nothing_may_share_its_last_block_with_who_joins_its_batch():
+    # "a" is done while the batch is still being filled, and "b" begins like it.
+    requests = [
+        Request("a", distinct(10, 8), 1),
+        Request("c", distinct(50, 12), 3),
+        Request("b", (*distinct(10, 8), 1, 2), 3),
+    ]
+    cache = CacheConfig(30, 4, prefix_caching=True)
+    trace, _ = serve_watched(requests, "static", SchedulerConfig(3, 12), cache)
+    assert trace.requests[2].num_cached_tokens == 8
+    assert trace.steps[1].plan.padding[0].request_id == "a"
+    assert trace.steps[1].num_shared_blocks == 2
 
 
 # --- references
@@ -530,3 +547,32 @@ def test_a_model_says_the_same_among_random_aborts_and_preemptions_in_tiny_pools
         seen.update(executor.num_transfers)
         seen["abort"] += meddler.num_aborted.total()
     assert all(seen[kind] > 0 for kind in ("swap_out", "swap_in", "copy", "abort")), seen
+
+
+def test_a_row_that_is_computed_for_nothing_writes_nothing(tiny, alone):
+    # What it would write lies in a block that others may share by now, or that it gave back.
+    requests = [Request("a", alone[3].prompt, 2), Request("b", alone[6].prompt, 6)]
+    limits, cache = SchedulerConfig(4, 2048), CacheConfig(60, 3)
+    scheduler = Scheduler(policies.get("static"), limits, cache)
+    executor = ModelExecutor(tiny, limits, cache, fill=math.nan)
+    num_padded = 0
+
+    class Marking:
+        check = executor.check
+
+        def execute(self, plan):
+            nonlocal num_padded
+            slots = []
+            for row in plan.padding:
+                place, offset = divmod(row.context_length - 1, cache.block_size)
+                slots.append(scheduler.blocks.table(row.request_id)[place] * cache.block_size + offset)
+            for layer in executor.cache.kv:
+                layer[slots] = 7.0
+            result = executor.execute(plan)
+            num_padded += len(slots)
+            assert all(bool((layer[slots] == 7.0).all()) for layer in executor.cache.kv)
+            return result
+
+    trace = serve(requests, scheduler, Marking())
+    assert num_padded == 4
+    assert trace.outputs["b"] == alone[6].continuation[:6]

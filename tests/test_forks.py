@@ -302,3 +302,18 @@ def test_shared_blocks_are_free_when_the_last_request_lets_go_of_them():
         with pytest.raises(ValueError, match=f"{name!r} holds no blocks"):
             blocks.free(name)
     blocks.check()
+
+
+def test_a_block_that_is_filled_in_part_is_not_the_same_on_both_tiers_while_its_sibling_goes_on():
+    blocks = pool_with_fork(3, num_host_blocks=4)
+    full, partial = blocks.table("parent")
+    out = blocks.swap_out("child", 3)
+    assert [source for source, _ in out] == [full, partial]
+    # The parent may write on in its block: the child's content is safe on the host.
+    assert blocks.make_writable("parent", 1) == ()
+    back = blocks.swap_in("child")
+    blocks.check()
+    # What is full is shared again, and what is not comes back to a block of its own.
+    assert [source for source, _ in back] == [out[1][1]]
+    assert blocks.table("child")[0] == full
+    assert blocks.table("child")[1] not in (full, partial)

@@ -58,8 +58,6 @@ def count_slots(trace, keeps_rows=False):
         for entry in step.plan.scheduled:
             row = seated[entry.request_id]
             row.table += entry.new_block_ids
-            for place, block in entry.replaced:
-                row.table[place] = block
             row.computed = entry.context_length
         references: Counter[int] = Counter()
         tokens, later = set(), set()

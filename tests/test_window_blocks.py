@@ -235,6 +235,15 @@ def test_answers_are_those_of_the_prompt_alone_in_windows_of_any_size(policy):
     assert all(seen[kind] > 0 for kind in wanted), seen
 
 
+@pytest.mark.parametrize("window", [1, 2, 3])
+@pytest.mark.parametrize("length", [3, 4, 7, 8])
+def test_a_row_that_a_static_batch_computes_over_again_still_has_what_it_reads(window, length):
+    requests = [Request("a", distinct(0, length), 1), Request("b", distinct(20, 5), 9)]
+    limits, cache = SchedulerConfig(3, 64), CacheConfig(60, 4, sliding_window=window)
+    trace, _ = serve_watched(requests, "static", limits, cache)
+    assert sum(len(step.plan.padding) for step in trace.steps) == 8
+
+
 # --- a real model
 
 

@@ -9,6 +9,9 @@ from torch import Tensor
 from cbresearch.config import CacheConfig, ModelShape
 from cbresearch.plan import Transfer
 
+# Bytes that are on their way at once; more of them leave the processor's caches and take longer.
+_STAGED_BYTES = 2**23
+
 
 class PagedCache:
     """Hold the keys and values of all layers in blocks.
@@ -99,7 +102,8 @@ class PagedCache:
             ValueError: A kind of transfer is unknown.
             IndexError: A block id is outside its pool.
         """
-        for kind, sources, targets in _runs(transfers):
+        block_bytes = self.num_bytes // self.config.num_blocks
+        for kind, sources, targets in _runs(transfers, max(1, _STAGED_BYTES // block_bytes)):
             for ids, pool in ((sources, kind == "swap_in"), (targets, kind == "swap_out")):
                 size = self.config.num_host_blocks if pool else self.config.num_blocks
                 # Tensors take negative ids too, counted from the end: a freed block's null id is one.
@@ -137,8 +141,8 @@ class PagedCache:
         return torch.tensor(ids, device=self.kv[0].device)
 
 
-def _runs(transfers: Iterable[Transfer]) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Cut transfers into the longest runs that may be done at once: (kind, sources, targets).
+def _runs(transfers: Iterable[Transfer], most: int) -> Iterator[tuple[str, list[int], list[int]]]:
+    """Cut transfers into runs, as long as may be done at once but at most `most`: (kind, sources, targets).
 
     A run reads all of its sources before it writes. So it ends before a block that it would write twice, and
     before a copy that reads what the run writes; that a later copy overwrites a source does no harm.
@@ -149,7 +153,7 @@ def _runs(transfers: Iterable[Transfer]) -> Iterator[tuple[str, list[int], list[
         if transfer.kind not in ("copy", "swap_out", "swap_in"):
             raise ValueError(f"unknown kind of transfer {transfer.kind!r}")
         depends = transfer.target in written or (transfer.kind == "copy" and transfer.source in written)
-        if sources and (transfer.kind != kind or depends):
+        if sources and (transfer.kind != kind or depends or len(sources) == most):
             yield kind, sources, targets
             sources, targets, written = [], [], set()
         kind = transfer.kind

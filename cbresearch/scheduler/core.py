@@ -241,6 +241,7 @@ class Scheduler:
                 f"request {request_id!r} is {'finished' if state else 'unknown'}, so it cannot be aborted"
             )
         state.finish_reason = "abort"
+        self._plan.aborted.append(state.id)
         if state.status is RequestStatus.RUNNING:
             self._finish([state])
             return state
@@ -259,13 +260,7 @@ class Scheduler:
         """
         check_scheduler(self)
 
-    def _schedule(
-        self,
-        state: RequestState,
-        num_tokens: int,
-        new_block_ids: tuple[int, ...],
-        replaced: tuple[tuple[int, int], ...] = (),
-    ) -> None:
+    def _schedule(self, state: RequestState, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
         start, draft = state.num_computed_tokens, self._plan
         pending = state.num_tokens - start
         state.scheduled_step = self._step
@@ -278,16 +273,19 @@ class Scheduler:
             pending > 1 or not state.output_token_ids,
             num_tokens == pending,
             new_block_ids,
-            replaced,
         )
         if self.policy.hits_at_once:
             self._memory.enter(state, start + num_tokens)
 
     def _go_on(self, state: RequestState, num_tokens: int) -> None:
         """Schedule a running request, preempting others for its blocks or, at last, itself."""
-        grown = self._memory.grow(state, num_tokens, lambda: self._make_room(state))
-        if grown is not None:
-            self._schedule(state, num_tokens, *grown)
+        end = state.num_computed_tokens + num_tokens
+        added = self.blocks.allocate(state.request.id, end)
+        while added is None:
+            if not self._make_room(state):
+                return
+            added = self.blocks.allocate(state.request.id, end)
+        self._schedule(state, num_tokens, added)
 
     def _make_room(self, state: RequestState) -> bool:
         """Free some blocks for a running request; return whether it still runs itself."""
@@ -321,8 +319,8 @@ class Scheduler:
             draft.skipped[state.id] = draft.closed = "blocks"
             return
         num_tokens = min(wanted, state.num_tokens - state.num_computed_tokens)
-        grown = self._memory.grow(state, num_tokens, lambda: False)
-        assert grown is not None
+        added = self.blocks.allocate(state.id, state.num_computed_tokens + num_tokens)
+        assert added is not None
         state.seat = heappop(self._free_seats)
         state.status = RequestStatus.RUNNING
         draft.skipped.pop(state.id, None)

@@ -13,7 +13,17 @@ class Draft:
         budget: Tokens that the step can still take.
     """
 
-    __slots__ = ("admitted", "budget", "closed", "displaced", "preempted", "scheduled", "skipped", "swapped")
+    __slots__ = (
+        "aborted",
+        "admitted",
+        "budget",
+        "closed",
+        "displaced",
+        "preempted",
+        "scheduled",
+        "skipped",
+        "swapped",
+    )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -22,6 +32,7 @@ class Draft:
         self.admitted: dict[str, tuple[RequestState, int]] = {}
         self.preempted: list[RequestState] = []
         self.displaced: list[RequestState] = []
+        self.aborted: list[str] = []
         self.swapped: list[str] = []
         self.skipped: dict[str, str] = {}
 
@@ -57,6 +68,7 @@ class Draft:
                 for state in kept[: self.budget]
                 if state.seat is not None
             ),
+            aborted=tuple(self.aborted),
             swapped=tuple(self.swapped),
             transfers=transfers,
             skipped=tuple(map(Skipped._make, self.skipped.items())) if self.skipped else (),

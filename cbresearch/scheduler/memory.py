@@ -1,14 +1,11 @@
 """The KV side of the scheduler: what requests need, in blocks and in transfers that fill them."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from cbresearch.blocks import NULL_BLOCK, BlockManager, Extra
 from cbresearch.plan import Transfer
 from cbresearch.request import Request, RequestState
 from cbresearch.reservation import ReservationManager
-
-Replaced = tuple[tuple[int, int], ...]
-"""(place in a block table, physical block that stands there now) pairs."""
 
 
 class Memory:
@@ -56,39 +53,11 @@ class Memory:
         self.num_referred_tokens += num_kept_tokens(state)
         if num_copies:
             self._has_forks = True
-            copied = self._copy_on_write(state, num_cached)
-            assert copied is not None
+            # The one block that it shares and writes: the copy stands in its table before anyone reads it.
+            pairs = blocks.make_writable(state.id, num_cached // size)
+            assert pairs is not None
+            self.transfers += [Transfer("copy", source, target) for source, target in pairs]
         return True
-
-    def grow(
-        self, state: RequestState, num_tokens: int, make_room: Callable[[], bool]
-    ) -> tuple[tuple[int, ...], Replaced] | None:
-        """Get a request blocks of its own to write its next tokens to.
-
-        Args:
-            state: The request.
-            num_tokens: How many tokens it computes next.
-            make_room: Called when blocks run out, as often as needed; returns False if it is no use.
-
-        Returns:
-            The blocks added to its table and the places of it where a copy stands now, or None if there is
-            no room.
-        """
-        start = state.num_computed_tokens
-        replaced: Replaced = ()
-        if self._has_forks and start % self.blocks.config.block_size:
-            copied = self._copy_on_write(state, start)
-            while copied is None:
-                if not make_room():
-                    return None
-                copied = self._copy_on_write(state, start)
-            replaced = copied
-        added = self.blocks.allocate(state.request.id, start + num_tokens)
-        while added is None:
-            if not make_room():
-                return None
-            added = self.blocks.allocate(state.request.id, start + num_tokens)
-        return added, replaced
 
     def swap_in(self, state: RequestState) -> bool:
         """Bring a request's KV back to the device, if there is room for it and its next tokens."""
@@ -167,16 +136,6 @@ class Memory:
                 if block != NULL_BLOCK and filled > in_block.get(block, 0):
                     in_block[block] = filled
         return sum(in_block.values())
-
-    def _copy_on_write(self, state: RequestState, start: int) -> Replaced | None:
-        """Give a request a block of its own where it writes next; None if no block is free."""
-        place = start // self.blocks.config.block_size
-        pairs = self.blocks.make_writable(state.id, place)
-        if not pairs:
-            return pairs
-        ((source, target),) = pairs
-        self.transfers.append(Transfer("copy", source, target))
-        return ((place, target),)
 
 
 def num_kept_tokens(state: RequestState) -> int:

@@ -46,10 +46,14 @@ def _life(steps: Sequence[StepRecord], record: RequestRecord) -> Iterator[str]:
     waits: Counter[str] = Counter()
     served: list[tuple[int, Scheduled]] = []
     padding: list[int] = []
+    gone = ""
     for step in steps:
         plan = step.plan
         if step.start < record.arrival:
             continue
+        if record.id in plan.aborted:
+            gone = f" before step {plan.step}, at {step.start:.6g} s"
+            break
         if record.id in plan.preempted:
             yield from _service(served, waits)
             kept = "its KV moved to the host (swap)" if record.id in plan.swapped else "its KV was given up"
@@ -70,14 +74,11 @@ def _life(steps: Sequence[StepRecord], record: RequestRecord) -> Iterator[str]:
             padding.append(plan.step)
         elif record.id not in plan.preempted and (record.finish is None or step.end <= record.finish):
             waits[dict(plan.skipped).get(record.id) or plan.closed or "policy"] += 1
-    if record.finish_reason == "abort":
-        # The records do not say when, so what it did not live to see is not told.
-        waits = Counter()
     if seat is not None:
         yield from _service(served, waits)
     elif waits:
-        yield from _waiting(waits, steps[-1].end - since)
-    yield _end(record)
+        yield from _waiting(waits, (step.start if gone else step.end) - since)
+    yield _end(record, gone)
     if padding:
         yield f"its row was computed for nothing in {_count(len(padding), 'step')}, {_range(padding)}"
 
@@ -113,12 +114,12 @@ def _held(num_tokens: int) -> str:
     )
 
 
-def _end(record: RequestRecord) -> str:
+def _end(record: RequestRecord, gone: str) -> str:
     got = _count(len(record.tokens), "token")
     if record.finish_reason is None:
         return f"was unfinished when the run ended, with {got}"
     if record.finish_reason == "abort":
-        return f"was aborted, with {got}"
+        return f"was aborted{gone}, with {got}"
     why = "max_tokens was reached" if record.finish_reason == "length" else "a token ended the output"
     return (
         f"finished at {record.finish:.6g} s with {got} ({record.finish_reason}: {why}); "

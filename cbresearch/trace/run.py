@@ -132,15 +132,13 @@ class Trace:
         spans: dict[str, _Span] = {}
         for record in self.steps:
             plan = record.plan
-            for request_id in plan.preempted:
+            for request_id in (*plan.preempted, *plan.aborted):
                 spans.pop(request_id, None)
             for entry in plan.scheduled:
                 known = spans.get(entry.request_id, _NO_SPAN)
                 # Whoever was just seated names its whole table.
                 num_blocks = known.num_blocks + len(entry.new_block_ids)
                 last = entry.new_block_ids[-1] if entry.new_block_ids else known.last_block
-                for place, block in entry.replaced:
-                    last = block if place == num_blocks - 1 else last
                 spans[entry.request_id] = _Span(num_blocks, last, entry.context_length)
             # Only a request's last blocks have empty slots, and samples of one prompt may share such a block.
             to_fill: dict[int, int] = {}
