@@ -87,10 +87,11 @@ def swap_crossover_tokens(
 ) -> float:
     """Return the context n beyond which swapping a lone request is cheaper than computing it again.
 
-    With s seconds per token for moving it out and back, in one chunk and without rounding to blocks, the costs
-    are equal where γ/2·n² + (τ + γ/2 − s)·n = r. Here r = t0 − τ if reading the weights overlaps computing,
-    for then the step has room for that much work at no cost, else 0. It is 0 where swap is always cheaper, and
-    infinite where it never is. Source: own derivation.
+    With s seconds per token for moving it out and back, in one chunk and without rounding to blocks, they
+    cost the same where γ/2·n² + (τ + γ/2 − s)·n = r. Here r = t0 − τ if reading the weights overlaps
+    computing, for then the step has room for that much work at no cost, else 0. While it has, only γ counts,
+    and γ·(n + 1)/2 may exceed s already. It is 0 where swap is always cheaper, and infinite where it never is.
+    Source: own derivation.
 
     Args:
         token_seconds: Seconds τ per token computed.
@@ -105,6 +106,9 @@ def swap_crossover_tokens(
     slope = token_seconds + pair_seconds / 2 - swap_token_seconds
     if not pair_seconds:
         return free / slope if slope > 0 else math.inf
+    by_pairs = 2 * swap_token_seconds / pair_seconds - 1
+    if by_pairs * token_seconds <= free and free:
+        return max(0.0, by_pairs)
     return max(0.0, (math.sqrt(slope**2 + 2 * pair_seconds * free) - slope) / pair_seconds)
 
 
