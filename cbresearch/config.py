@@ -137,6 +137,11 @@ class SchedulerConfig:
         preemption: What policies do with the KV of a request that has to make room, unless they decide
             otherwise: "recompute" throws it away, "swap" moves it to the host tier while that has room.
 
+        max_preemptions: Preemptions of a request after which no newcomer displaces it any more, and it makes
+            room for others only if all of them have been preempted as often.
+        chunked_prefill: Whether a prompt may be computed over several steps. If not, nobody is accepted who
+            could need more than one step's token budget for it.
+
     Raises:
         ValueError: A limit is below 1, or the preemption is unknown.
     """
@@ -145,9 +150,11 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int | None = None
     preemption: str = "recompute"
+    max_preemptions: int = 8
+    chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
-        _require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len")
+        _require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_preemptions")
         if self.preemption not in PREEMPTIONS:
             raise ValueError(
                 f"SchedulerConfig: preemption is {self.preemption!r}; choose one of {PREEMPTIONS}"

@@ -51,6 +51,10 @@ class Linear:
         seconds = self.step + self.token * plan.num_tokens + self.transfer * len(plan.transfers)
         return seconds + self.context * plan.num_context_tokens if self.context else seconds
 
+    def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
+        """Return the seconds of a step that copies nothing, for policies that look ahead."""
+        return self.step + self.token * num_tokens + self.context * num_context_tokens
+
     @classmethod
     def parse(cls, text: str) -> "Linear":
         """Read `linear:T0,T_TOKEN,T_CONTEXT,T_BLOCK`, in seconds; trailing terms may be left out.

@@ -63,6 +63,24 @@ class Transfer(NamedTuple):
     target: int
 
 
+SKIP_REASONS = ("budget", "seats", "blocks", "sibling", "chunk", "policy")
+"""Why a request is not served in a step; see `Skipped`."""
+
+
+class Skipped(NamedTuple):
+    """A request that wanted to be served in a step and was not.
+
+    Attributes:
+        request_id: Who.
+        reason: "budget": the step has no tokens left. "seats": none is free. "blocks": the KV pool has no
+            room. "sibling": a parallel sample is computing the prompt. "chunk": the whole prompt does not fit
+            what is left of the budget. "policy": it was not proposed.
+    """
+
+    request_id: str
+    reason: str
+
+
 class Padding(NamedTuple):
     """The row of a finished request that a static batch goes on computing for nothing.
 
@@ -91,6 +109,9 @@ class Plan:
         swapped: Ids of those among the preempted whose KV went to the host's pool.
         transfers: Blocks to copy before anything is computed, one after the other in this order: a later
             one may read or overwrite what an earlier one wrote.
+        skipped: Who was proposed and refused, and who runs and was not served.
+        closed: Why nobody else who waits could join: "budget", "seats", "blocks" or "chunk"; None if the
+            policy left out whoever waits. Without this, a long queue would have to be listed in every step.
     """
 
     step: int
@@ -101,6 +122,8 @@ class Plan:
     aborted: tuple[str, ...] = ()
     swapped: tuple[str, ...] = ()
     transfers: tuple[Transfer, ...] = ()
+    skipped: tuple[Skipped, ...] = ()
+    closed: str | None = None
 
     @property
     def num_tokens(self) -> int:

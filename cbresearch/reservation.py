@@ -319,6 +319,10 @@ class ReservationManager:
         """Give back nothing: a run stays whole until its request leaves."""
         return 0
 
+    def num_private_blocks(self, request_id: str) -> int:
+        """Return how many blocks would be free if a request gave back its own."""
+        return len(self._runs[request_id])
+
     def host_table(self, request_id: str) -> tuple[int, ...]:
         """Return no blocks: there is no host tier."""
         return ()

@@ -65,6 +65,10 @@ def serve(
                 refused[place] = str(error)
         if not scheduler.has_work:
             continue
+        wake = scheduler.wakes(now)
+        if wake is not None:
+            now = min(wake, arrivals[-1][1].arrival) if arrivals else wake
+            continue
         plan = scheduler.schedule(now)
         result = executor.execute(plan)
         if not 0 <= result.duration < math.inf:

@@ -112,10 +112,17 @@ def simulate(
     if cache is None:
         cache = roomy_pool(requests, scheduler.max_num_seqs)
     policy = policies.get(policy) if isinstance(policy, str) else policy
-    return serve(requests, Scheduler(policy, scheduler, cache), CostExecutor(cost), on_step=on_step)
+    # A cost model that can tell a step's time beforehand is the policy's step-time model as well.
+    served = Scheduler(policy, scheduler, cache, getattr(cost, "seconds", None))
+    return serve(requests, served, CostExecutor(cost), on_step=on_step)
 
 
-def replay(trace: Trace, requests: Iterable[Request | Refusal], policy: str | Policy) -> Trace:
+def replay(
+    trace: Trace,
+    requests: Iterable[Request | Refusal],
+    policy: str | Policy,
+    step_time: Callable[[int, int], float] | None = None,
+) -> Trace:
     """Serve the requests of a recorded run again in the simulator, with the durations that it recorded.
 
     The plans come out equal, step for step (`trace.steps[k].plan`), if nothing that schedules depends on
@@ -125,6 +132,7 @@ def replay(trace: Trace, requests: Iterable[Request | Refusal], policy: str | Po
         trace: The recorded run.
         requests: Its requests, in the order in which they were given.
         policy: Its policy.
+        step_time: Its step-time model, if the policy looked ahead with one.
     """
     again: list[Request | Refusal] = []
     for request, record in zip(requests, trace.requests, strict=True):
@@ -136,6 +144,6 @@ def replay(trace: Trace, requests: Iterable[Request | Refusal], policy: str | Po
             again.append(replace(request, output_length=len(record.tokens) if stopped else None))
     policy = policies.get(policy) if isinstance(policy, str) else policy
     executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs)
-    repeated = serve(again, Scheduler(policy, trace.scheduler, trace.cache), executor)
+    repeated = serve(again, Scheduler(policy, trace.scheduler, trace.cache, step_time), executor)
     pairs = zip(trace.requests, repeated.requests, strict=True)
     return replace(repeated, requests=tuple(old if old.error is not None else new for old, new in pairs))

@@ -48,7 +48,7 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 def compare(number: int, case: dict[str, Any], policy: str = "vllm_v1") -> Iterator[Difference]:
     """Yield the differences of one case."""
-    for step, (recorded, decided) in enumerate(zip(case["steps"], decisions(case, policy), strict=False)):
+    for step, (recorded, decided) in enumerate(zip(case["steps"], decisions(case, policy), strict=True)):
         for field, value in recorded.items():
             if value != decided[field]:
                 yield Difference(number, step, field, value, decided[field])
@@ -59,7 +59,13 @@ def decisions(case: dict[str, Any], policy: str) -> Iterator[dict[str, Any]]:
     limits = case["config"]
     scheduler = Scheduler(
         policies.get(policy if limits["policy"] == "fcfs" else f"{policy}:{limits['policy']}"),
-        SchedulerConfig(limits["max_num_seqs"], limits["max_num_batched_tokens"], limits["max_model_len"]),
+        # The recorded scheduler preempts the same request as often as it likes.
+        SchedulerConfig(
+            limits["max_num_seqs"],
+            limits["max_num_batched_tokens"],
+            limits["max_model_len"],
+            max_preemptions=sys.maxsize,
+        ),
         CacheConfig(limits["num_blocks"], limits["block_size"], limits["prefix_caching"]),
     )
     arrivals = sorted(case["requests"], key=lambda request: (request["arrival_step"], int(request["id"])))
@@ -114,4 +120,6 @@ def main(path: str, policy: str = "vllm_v1") -> int:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        sys.exit("give a file of recorded decisions: python -m tests.conformance FILE [POLICY]")
     sys.exit(main(*sys.argv[1:]))

@@ -8,7 +8,7 @@ import pytest
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies, simulate
 from cbresearch.request import RequestState
 
-BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release", "vllm_v1", "vllm_v1:priority"]
+BUILT_IN = [*policies.available(), "static:release", "vllm_v1:priority"]
 
 
 @pytest.fixture
@@ -300,7 +300,7 @@ def test_a_run_that_was_broken_off_leaves_nothing_to_the_next_one_of_the_same_po
 
 def test_each_available_policy_has_a_rule_in_one_line_and_can_be_built():
     rules = policies.available()
-    assert set(rules) == {name.partition(":")[0] for name in BUILT_IN}
+    assert {"fcfs", "prefill_first", "sjf", "static", "vllm_v1"} < set(rules)
     for name, rule in rules.items():
         assert rule.endswith(".") or rule.endswith(")")
         assert policies.get(name).name == name

@@ -105,6 +105,10 @@ class BlockManager:
         """Return a request's block table; empty if it holds nothing on the device."""
         return tuple(self._tables.get(request_id, ()))
 
+    def num_private_blocks(self, request_id: str) -> int:
+        """Return how many blocks would be free if a request gave back its own."""
+        return sum(block != NULL_BLOCK and self._ref_counts[block] == 1 for block in self._tables[request_id])
+
     def host_table(self, request_id: str) -> tuple[int, ...]:
         """Return a request's block table in the host's pool; empty if it is not swapped out."""
         return tuple(self._host.tables.get(request_id, ()))

@@ -1,8 +1,9 @@
 """Closed forms for what static and continuous batching should give; `metrics` measures the same quantities.
 
-`batching` counts steps, slots and seconds, `memory` bytes, `roofline` arithmetic, `sharing` what prompts have
-in common. Forms without a paper are derived where they stand. Every function raises ValueError, naming the
-argument and its value, if the value is out of range or the sample is empty.
+`batching` counts steps, slots and seconds, `memory` bytes, `preemption` what making room costs, `roofline`
+arithmetic, `sharing` what prompts have in common. Forms without a paper are derived where they stand. Every
+function raises ValueError, naming the argument and its value, if the value is out of range or the sample is
+empty.
 """
 
 from cbresearch.formulas.batching import (
@@ -37,6 +38,14 @@ from cbresearch.formulas.memory import (
     paged_fragmentation,
     time_mean_held_tokens,
     weight_bytes,
+)
+from cbresearch.formulas.preemption import (
+    overshoot_tokens,
+    recompute_seconds,
+    spread_held_tokens,
+    swap_crossover_block_size,
+    swap_crossover_tokens,
+    swap_seconds,
 )
 from cbresearch.formulas.roofline import (
     flop_utilization,
@@ -75,19 +84,25 @@ __all__ = [
     "num_kv_blocks",
     "num_requests_that_fit",
     "occupancy_by_littles_law",
+    "overshoot_tokens",
     "paged_fragmentation",
     "popularity_hits",
     "prefix_hit_rate",
     "prefix_hit_tokens",
+    "recompute_seconds",
     "reuse_depths",
     "sample_blocks",
     "sample_copies",
     "sample_prefill_tokens",
     "speed_up",
     "speed_up_with_step_cost",
+    "spread_held_tokens",
     "static_seconds",
     "static_steps",
     "static_utilization",
+    "swap_crossover_block_size",
+    "swap_crossover_tokens",
+    "swap_seconds",
     "throughput_decode",
     "time_mean_held_tokens",
     "weight_bytes",

@@ -4,26 +4,39 @@ import difflib
 import inspect
 from ast import literal_eval
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
-from cbresearch.policies.batching import PrefillFirst, Static, VllmV1
-from cbresearch.policies.size import ShortestJobFirst
+from cbresearch.policies.batching import PrefillFirst, Static
+from cbresearch.policies.fairness import DeficitLongestPrefix, LongestPrefixMatch, VirtualTokenCounter
+from cbresearch.policies.memory import Admitting, MaxUtilization, NewTokenRatio, NoEvict, PastFuture
+from cbresearch.policies.servers import Orca, Sarathi, SplitFuse, VllmV0, VllmV1
+from cbresearch.policies.size import (
+    HighestResponseRatioNext,
+    LearningToRank,
+    MemoryCheckedShortestFirst,
+    Ranked,
+    ShortestJobFirst,
+    ShortestRemaining,
+    SkipJoinFeedback,
+    Trail,
+)
+from cbresearch.policies.urgency import Andes, EarliestDeadline, LeastSlack, Priority
 
 __all__ = [
+    "Admitting",
+    "Entry",
     "Policy",
-    "PrefillFirst",
     "Proposal",
-    "ShortestJobFirst",
-    "Static",
+    "Ranked",
     "View",
-    "VllmV1",
     "available",
     "get",
     "in_turn",
     "joining",
     "queued",
     "register",
+    "table",
     "whole",
 ]
 
@@ -31,8 +44,50 @@ PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
 # The one registry of the package: a notebook cell adds to it, and every entry point looks names up in it.
 _REGISTRY: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Policy, Static, PrefillFirst, ShortestJobFirst, VllmV1)
+    policy.name: policy
+    for policy in (
+        Policy,
+        Static,
+        PrefillFirst,
+        Orca,
+        VllmV0,
+        VllmV1,
+        Sarathi,
+        SplitFuse,
+        ShortestJobFirst,
+        ShortestRemaining,
+        LearningToRank,
+        Trail,
+        SkipJoinFeedback,
+        HighestResponseRatioNext,
+        MemoryCheckedShortestFirst,
+        NoEvict,
+        MaxUtilization,
+        PastFuture,
+        NewTokenRatio,
+        VirtualTokenCounter,
+        DeficitLongestPrefix,
+        LongestPrefixMatch,
+        Priority,
+        EarliestDeadline,
+        LeastSlack,
+        Andes,
+    )
 }
+
+
+class Entry(NamedTuple):
+    """What is known of a policy.
+
+    Attributes:
+        rule: Its rule in one line.
+        family: "batching", "size", "memory", "fairness", "slo" or "locality".
+        source: Where the rule was published; empty for one of your own that names none.
+    """
+
+    rule: str
+    family: str
+    source: str
 
 
 def register(policy: PolicyClass) -> PolicyClass:
@@ -56,8 +111,19 @@ def register(policy: PolicyClass) -> PolicyClass:
 
 def available() -> Mapping[str, str]:
     """Return the known policy names, each with the one-line rule from its docstring."""
+    return {name: entry.rule for name, entry in table().items()}
+
+
+def table() -> Mapping[str, Entry]:
+    """Return the known policies by name, each with its one-line rule, its family and its source."""
     return {
-        name: (inspect.getdoc(policy) or "").partition("\n")[0] for name, policy in sorted(_REGISTRY.items())
+        name: Entry(
+            (inspect.getdoc(policy) or "").partition("\n")[0],
+            policy.family,
+            # A base's source is not that of a policy derived from it.
+            vars(policy).get("source", ""),
+        )
+        for name, policy in sorted(_REGISTRY.items())
     }
 
 

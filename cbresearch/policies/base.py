@@ -57,12 +57,22 @@ class View(Protocol):
         """All seats."""
 
     @property
+    def num_blocks(self) -> int:
+        """All blocks of the KV pool."""
+
+    @property
     def num_free_blocks(self) -> int:
         """Blocks of the KV pool that nobody holds."""
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
+
+    def num_cached_tokens(self, request: RequestState) -> int:
+        """Return the tokens of a waiting request whose KV is in the prefix cache now."""
+
+    def step_seconds(self, num_tokens: int, num_context_tokens: int) -> float:
+        """Return the predicted seconds of a step of so many tokens and tokens of context; 0.0 if unknown."""
 
 
 Proposal = tuple[RequestState, int]
@@ -77,6 +87,10 @@ class Policy:
     """
 
     name = "fcfs"
+    family = "batching"
+    """One of "batching", "size", "memory", "fairness", "slo", "locality"."""
+    source = "Orca (OSDI'22), Sarathi-Serve (OSDI'24)"
+    """Where the rule was published."""
     keeps_seats = False
     """Whether a finished request's row stays in the batch until all rows are finished."""
     joins_late = True
@@ -84,6 +98,9 @@ class Policy:
     hits_at_once = False
     """Whether a prefix counts as cached as soon as a step is planned that computes it, as in vLLM v1, so that
     others may share it in that very step; else only once it is computed."""
+
+    def begin(self) -> None:
+        """Forget earlier runs; called when a scheduler takes the policy."""
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Yield whom to serve and how many tokens each wants, best first.
@@ -97,9 +114,20 @@ class Policy:
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
         """Choose whom to preempt when blocks run out, among the running requests in admission order.
 
-        The latest comer goes: the oldest request then always advances, so every run ends.
+        The latest comer goes: the oldest request then always advances, so every run ends. Who was preempted
+        `max_preemptions` times is no candidate; if that leaves nobody, the latest comer goes unasked.
         """
         return candidates[-1]
+
+    def displace(
+        self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
+    ) -> RequestState | None:
+        """Choose who makes room for a newcomer that finds no seat or no blocks; None lets it wait.
+
+        Asked again without whom it chose, until there is room, and only then does anyone lose its seat.
+        Nobody who joined in this step is among the candidates, nor who was preempted too often already.
+        """
+        return None
 
     def preemption(self, view: View, victim: RequestState) -> str:
         """Choose what becomes of a victim's KV: "recompute" throws it away, "swap" moves it to the host.
@@ -107,6 +135,10 @@ class Policy:
         A host's pool that is absent or full makes it a recompute.
         """
         return view.preemption
+
+    def wakes(self, view: View) -> float | None:
+        """Return the seconds until which to wait although requests do, or None; asked when nobody runs."""
+        return None
 
     def served(self, request: RequestState, num_tokens: int) -> None:
         """Take note that a request was served `num_tokens` tokens in the step just done."""

@@ -1,21 +1,225 @@
 """Size-based orders: who is expected to be done soonest."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from heapq import nsmallest
 
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
+from cbresearch.request import RequestState
 
 
 class ShortestJobFirst(Policy):
-    """Admit the request with the shortest predicted output first, without preempting for it (SSJF, 2024).
+    """Admit the request with the shortest predicted output first, without preempting for it.
 
-    Without a prediction, `max_tokens` stands in: where end-of-sequence tokens are ignored, that is the truth.
+    Without a prediction `max_tokens` stands in: where end-of-sequence tokens are ignored, that is the truth.
     """
 
     name = "sjf"
+    family = "size"
+    source = "SSJF (Qiu et al., 2024)"
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return what the queue is sorted by, least first."""
+        return request.predicted_remaining
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose whoever runs, then the queue from short to long."""
         yield from whole(in_turn(view))
         if view.admitting:
-            by_size = sorted(queued(view), key=lambda request: (request.predicted_remaining, request.order))
-            yield from joining(view, by_size)
+            order = sorted(queued(view), key=lambda state: (self.rank(view, state), state.order))
+            yield from joining(view, order)
+
+
+class HighestResponseRatioNext(ShortestJobFirst):
+    """Admit by (time waited + size)/size, so that a long request that waits overtakes short newcomers.
+
+    The size is the predicted output times `token_seconds`. SGLang's variant takes the uncached prompt for it.
+
+    Args:
+        token_seconds: Seconds that a token of output takes, to compare sizes with waiting times.
+    """
+
+    name = "hrrn"
+    source = "Brinch Hansen (1971)"
+
+    def __init__(self, token_seconds: float = 1.0) -> None:
+        self.token_seconds = token_seconds
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return the negative response ratio."""
+        size = request.predicted_remaining * self.token_seconds
+        return -(view.now - request.request.arrival + size) / size
+
+
+class LearningToRank(ShortestJobFirst):
+    """Admit by predicted rank; who has waited too long goes first, the longest waiting before the others.
+
+    Only the order of the predictions matters. The paper counts steps without service before it promotes; here
+    it is seconds since the arrival, an interpretation.
+
+    Args:
+        starvation: Seconds of waiting after which a request is promoted.
+    """
+
+    name = "rank"
+    source = "vllm-ltr (NeurIPS'24)"
+
+    def __init__(self, starvation: float = 60.0) -> None:
+        self.starvation = starvation
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return the predicted length, or less than any of who starves."""
+        starves = view.now - request.request.arrival >= self.starvation
+        return -math.inf if starves else request.predicted_remaining
+
+
+class Ranked(Policy):
+    """Serve whoever ranks first, running or not; a newcomer displaces the last of the running.
+
+    A base for preemptive orders: a subclass says how requests rank, and who may be displaced.
+    """
+
+    name = "ranked"
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return what requests are sorted by, least first; the earlier of equals goes first."""
+        return request.order
+
+    def may_lose(self, view: View, request: RequestState) -> bool:
+        """Return whether a running request may be displaced."""
+        return True
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose as many as there are seats, best first, then whoever runs besides."""
+        everyone: Iterable[RequestState] = (*view.running, *queued(view))
+        best = nsmallest(view.max_num_seqs, everyone, key=lambda state: (self.rank(view, state), state.order))
+        yield from whole(best)
+        yield from whole([request for request in view.running if request not in set(best)])
+
+    def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
+        """Choose the last in rank."""
+        return max(candidates, key=lambda state: (self.rank(view, state), state.order))
+
+    def displace(
+        self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
+    ) -> RequestState | None:
+        """Choose the last in rank, if it ranks behind the newcomer and may lose its seat."""
+        losers = [state for state in candidates if self.may_lose(view, state)]
+        worst = self.victim(view, losers) if losers else None
+        behind = worst is not None and self.rank(view, worst) > self.rank(view, newcomer)
+        return worst if behind else None
+
+
+class ShortestRemaining(Ranked):
+    """Serve the shortest predicted remaining output first, and preempt for it."""
+
+    name = "srpt"
+    family = "size"
+    source = "SRPT (Schrage, 1968)"
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return the predicted number of tokens still to come."""
+        return request.predicted_remaining
+
+
+class Trail(ShortestRemaining):
+    """Serve the shortest predicted remaining output first; only a young request may be displaced for it.
+
+    The prediction is not refreshed from the model's embeddings, as in the paper: it counts down. The floor of
+    the product and c = 0.8 are an interpretation.
+
+    Args:
+        c: A request is young while it has generated fewer than c times its predicted output, rounded down.
+    """
+
+    name = "trail"
+    source = "TRAIL (ICLR'25)"
+
+    def __init__(self, c: float = 0.8) -> None:
+        self.c = c
+
+    def may_lose(self, view: View, request: RequestState) -> bool:
+        """Return whether the request is young."""
+        expected = request.request.predicted_output or request.request.max_tokens
+        return request.num_output_tokens < math.floor(self.c * expected)
+
+
+class SkipJoinFeedback(Ranked):
+    """Multi-level feedback: serve the first of several levels with doubling quanta, entered by prompt length.
+
+    A newcomer skips the levels whose quantum is shorter than its prompt. Whoever has used its quantum falls a
+    level, and whoever has waited `aging` seconds rises to the first. Within a level whoever entered it first
+    goes first. That service is counted in tokens, prompt included, and not in seconds, is an interpretation,
+    and KV is swapped only when a seat is lost, not ahead of it.
+
+    Args:
+        levels: Number of levels.
+        quantum: Tokens of service at the first level; it doubles with each level.
+        aging: Seconds since the last service after which a request rises.
+    """
+
+    name = "mlfq"
+    family = "size"
+    source = "FastServe (2023; NSDI'26), skip-join MLFQ"
+
+    def __init__(self, levels: int = 4, quantum: int = 64, aging: float = 60.0) -> None:
+        self.levels, self.quantum, self.aging = levels, quantum, aging
+
+    def begin(self) -> None:
+        """Forget everyone's level."""
+        self._seen: dict[str, tuple[float, int, float]] = {}
+        self._num_entries = 0
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return the request's level, with its place there as a fraction."""
+        place, used, since = self._seen.get(request.id) or self._join(request)
+        if request.seat is None and view.now - since >= self.aging and place >= 1:
+            place, used = self._enter(0), 0
+        self._seen[request.id] = place, used, view.now if request.seat is not None else since
+        return place
+
+    def served(self, request: RequestState, num_tokens: int) -> None:
+        """Count the service, and let the request fall when its quantum is used up."""
+        place, used, since = self._seen.get(request.id) or self._join(request)
+        level, used = int(place), used + num_tokens
+        if used >= self.quantum << level and level < self.levels - 1:
+            place, used = self._enter(level + 1), 0
+        self._seen[request.id] = place, used, since
+        if request.finish_reason is not None:
+            del self._seen[request.id]
+
+    def _join(self, request: RequestState) -> tuple[float, int, float]:
+        fitting = (n for n in range(self.levels) if request.num_prompt_tokens <= self.quantum << n)
+        return self._enter(next(fitting, self.levels - 1)), 0, request.request.arrival
+
+    def _enter(self, level: int) -> float:
+        self._num_entries += 1
+        return level + self._num_entries * 1e-9
+
+
+class MemoryCheckedShortestFirst(ShortestJobFirst):
+    """Admit the shortest first, as long as memory suffices until each predicted end.
+
+    At each instant at which somebody is predicted to finish, what all who still run then hold must fit the
+    pool. The paper counts tokens; here it is whole blocks, without the last token, whose KV is never needed.
+    """
+
+    name = "mc_sf"
+    source = "MC-SF (Jaillet et al., 2025, arXiv 2502.07115)"
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose whoever runs, then the queue from short to long while it fits."""
+        yield from whole(in_turn(view))
+        for state in sorted(queued(view), key=lambda state: (self.rank(view, state), state.order)):
+            if not view.admitting or (view.running and not fits_until_each_end(view, (*view.running, state))):
+                return
+            yield state, state.num_pending_tokens
+
+
+def fits_until_each_end(view: View, requests: Sequence[RequestState]) -> bool:
+    """Return whether requests that each generate a token a step fit the pool whenever one of them ends."""
+    held = [(state.num_tokens - 1, state.predicted_remaining) for state in requests]
+    return all(
+        sum(-(-(tokens + end) // view.block_size) for tokens, left in held if left >= end) <= view.num_blocks
+        for end in {left for _, left in held}
+    )

@@ -10,8 +10,9 @@ from cbresearch.plan import Committed, Plan, Scheduled, StepResult
 from cbresearch.policies import Policy
 from cbresearch.request import Request, RequestState, RequestStatus
 from cbresearch.reservation import ReservationManager
+from cbresearch.scheduler.admission import check_request, choose_losers, farthest_sibling
 from cbresearch.scheduler.draft import Draft
-from cbresearch.scheduler.invariants import check_scheduler
+from cbresearch.scheduler.invariants import check_scheduler, why_stuck
 from cbresearch.scheduler.memory import Memory, num_kept_tokens
 from cbresearch.scheduler.view import LiveView
 
@@ -27,10 +28,19 @@ class Scheduler:
         policy: Decides the order, whom to preempt and how.
         config: Seats, token budget and longest request.
         cache: The KV pool.
+        step_time: Seconds of a step of so many tokens and tokens of context, for policies that look ahead.
     """
 
-    def __init__(self, policy: Policy, config: SchedulerConfig, cache: CacheConfig) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        step_time: Callable[[int, int], float] | None = None,
+    ) -> None:
+        policy.begin()
         self.policy = policy
+        self.step_time = step_time
         self.config = config
         self.blocks: BlockManager | ReservationManager = (
             BlockManager(cache, config.max_num_batched_tokens)
@@ -79,24 +89,7 @@ class Scheduler:
         """
         if request.id in self._states:
             raise ValueError(f"request {request.id!r}: the id is taken; give each request an id of its own")
-        num_tokens = request.num_prompt_tokens + request.max_tokens
-        asked = (
-            f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens}"
-        )
-        limit = self.config.max_model_len
-        if limit is not None and num_tokens > limit:
-            raise ValueError(
-                f"{asked} = {num_tokens} tokens, over the model's length of {limit}; "
-                "shorten the prompt or lower max_tokens"
-            )
-        needed = self.blocks.expect(request)
-        if needed > self.blocks.num_blocks:
-            cache = self.blocks.config
-            raise ValueError(
-                f"{asked} needs KV for {num_tokens - 1} tokens = {needed} blocks of {cache.block_size}, but "
-                f"the pool has {cache.num_blocks} ({cache.num_tokens} tokens); raise num_blocks or lower "
-                "max_tokens"
-            )
+        check_request(request, self.config, self.blocks)
         state = RequestState(request, self.num_submitted)
         self.num_submitted += 1
         self._states[request.id] = state
@@ -135,18 +128,31 @@ class Scheduler:
                 raise TypeError(
                     f"policy {self.policy.name!r} proposed {wanted!r} tokens for {state}; give a whole number"
                 )
-            if state.status is RequestStatus.RUNNING:
+            if num_tokens < state.num_pending_tokens and not self.config.chunked_prefill:
+                # Nobody may overtake it: others would take what it needs of the budget, again and again.
+                draft.skipped[state.id] = draft.closed = "chunk"
+            elif state.status is RequestStatus.RUNNING:
                 self._go_on(state, num_tokens)
-            elif not draft.closed and self._free_seats:
+            elif draft.closed is not None:
+                draft.skipped[state.id] = draft.closed
+            else:
                 self._admit(state, num_tokens)
         self._settle_queues(now)
         # A step that only makes room is progress too: there are fewer who run then.
         if not draft.scheduled and not draft.preempted and self.has_work:
-            raise RuntimeError(self._why_stuck())
+            raise RuntimeError(why_stuck(self, step))
         self._step += 1
-        self._was_refused = draft.closed
+        self._was_refused = draft.closed == "blocks"
         self._plan = Draft(self.config.max_num_batched_tokens)
-        return draft.plan(step, self._kept, self._memory.take_transfers())
+        return draft.plan(
+            step, self._running, self._kept, self._memory.take_transfers(), bool(self._free_seats)
+        )
+
+    def wakes(self, now: float) -> float | None:
+        """Return the seconds until which the policy wants to wait although there is work, or None."""
+        self._view.now = now
+        wake = None if self._running else self.policy.wakes(self._view)
+        return wake if wake is not None and wake > now else None
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> Committed:
         """Take in what a step produced.
@@ -218,7 +224,7 @@ class Scheduler:
         served = state.scheduled_step
         self._preempt(state, mode)
         # Nobody was refused: the next step is open to everyone, to this one as well.
-        self._plan.closed = False
+        self._plan.closed = None
         state.scheduled_step = served
         self._settle_queues(0.0)
         self._finish([])
@@ -287,53 +293,73 @@ class Scheduler:
             # A row computed for nothing gives way before anyone loses work.
             self._vacate(self._kept.pop())
             return True
-        victim = self.policy.victim(self._view, self._running)
+        bound = self.config.max_preemptions
+        candidates = [other for other in self._running if other.num_preemptions < bound]
+        # Where all had their share of preemptions the latest comer goes, so that the oldest gets to its end.
+        victim = self.policy.victim(self._view, candidates) if candidates else self._running[-1]
         self._preempt(victim)
         return victim is not state
 
     def _admit(self, state: RequestState, wanted: int) -> None:
         """Seat a waiting or swapped request if the blocks for all its known tokens are free."""
-        is_swapped = state.status is RequestStatus.SWAPPED
-        queue = self._swapped if is_swapped else self._waiting
+        queue = self._swapped if state.status is RequestStatus.SWAPPED else self._waiting
         if queue.get(state.id) is not state:
             raise ValueError(
                 f"policy {self.policy.name!r} proposed {state}; propose requests of the view only"
             )
-        if is_swapped:
-            has_room = self._memory.swap_in(state)
-        else:
-            sibling = self._sibling(state)
-            if sibling is not None and sibling.num_computed_tokens < state.num_prompt_tokens:
-                # Its prompt is being computed: joining later saves computing it twice.
-                return
-            has_room = self._memory.begin(state, sibling)
-        if not has_room:
-            self._plan.closed = True
+        draft, sibling = self._plan, self._sibling(state)
+        if sibling is not None and sibling.num_computed_tokens < state.num_prompt_tokens:
+            # Its prompt is being computed: joining later saves computing it twice.
+            draft.skipped[state.id] = "sibling"
+            return
+        if not self._free_seats and not self._displace(state):
+            draft.skipped[state.id] = "seats"
+            return
+        if not (self._claim(state) or (self._displace(state) and self._claim(state))):
+            draft.skipped[state.id] = draft.closed = "blocks"
             return
         num_tokens = min(wanted, state.num_tokens - state.num_computed_tokens)
         added = self.blocks.allocate(state.id, state.num_computed_tokens + num_tokens)
         assert added is not None
         state.seat = heappop(self._free_seats)
         state.status = RequestStatus.RUNNING
-        self._plan.admitted[state.id] = (state, state.seat)
+        draft.skipped.pop(state.id, None)
+        draft.admitted[state.id] = (state, state.seat)
         self._running = [*self._running, state]
         self._schedule(state, num_tokens, self.blocks.table(state.id))
 
-    def _sibling(self, state: RequestState) -> RequestState | None:
-        """Return a running parallel sample of the same prompt, the one that has come farthest."""
-        request = state.request
-        if request.group is None:
-            return None
-        if not self.policy.joins_late or self.blocks.config.reservation is not None:
-            return None
-        siblings = [
-            other
-            for other in self._running
-            if other.request.group == request.group
-            and other.request.prompt == request.prompt
-            and other.request.cache_salt == request.cache_salt
+    def _claim(self, state: RequestState) -> bool:
+        """Get a request without a seat the KV that it left on the host, or that others hold of its prompt."""
+        if state.status is RequestStatus.SWAPPED:
+            return self._memory.swap_in(state)
+        # Asked for again: the one that was there may just have been displaced.
+        sibling = self._sibling(state)
+        is_ready = sibling is not None and sibling.num_computed_tokens >= state.num_prompt_tokens
+        return self._memory.begin(state, sibling if is_ready else None)
+
+    def _displace(self, newcomer: RequestState) -> bool:
+        """Let running requests make room for a newcomer, if the policy wants it and it is of use."""
+        if type(self.policy).displace is Policy.displace:
+            return False
+        draft, bound = self._plan, self.config.max_preemptions
+        candidates = [
+            state
+            for state in self._running
+            if state.id not in draft.admitted and state.num_preemptions < bound
         ]
-        return max(siblings, key=lambda other: other.num_computed_tokens, default=None)
+        losers = choose_losers(
+            self.policy, self._view, newcomer, candidates, self.blocks, len(self._free_seats)
+        )
+        for loser in losers:
+            self._preempt(loser)
+        # Nobody was refused: whoever comes next may still join.
+        draft.closed = None
+        return bool(losers)
+
+    def _sibling(self, state: RequestState) -> RequestState | None:
+        if state.request.group is None or not self.policy.joins_late:
+            return None
+        return farthest_sibling(state, self._running) if self.blocks.config.reservation is None else None
 
     def _preempt(self, state: RequestState, mode: str | None = None) -> None:
         """Take a request's seat and blocks, and its part of this step if it has one already."""
@@ -348,7 +374,7 @@ class Scheduler:
                 f"{PREEMPTIONS}"
             )
         draft = self._plan
-        draft.closed = True
+        draft.closed = "blocks"
         entry = draft.scheduled.pop(state.id, None)
         if entry is not None:
             draft.budget += entry.num_tokens
@@ -415,17 +441,6 @@ class Scheduler:
             self._vacate(state)
         if not self._running:
             self._kept = []
-
-    def _why_stuck(self) -> str:
-        first = next(iter((*self._running, *self._swapped.values(), *self._waiting.values())))
-        return (
-            f"policy {self.policy.name!r} left step {self._step} without work: {len(self._running)} running, "
-            f"{len(self._waiting)} waiting, {len(self._swapped)} swapped, {len(self._free_seats)} of "
-            f"{self.config.max_num_seqs} seats free, {self.blocks.num_free_blocks} of "
-            f"{self.blocks.num_blocks} blocks free, token budget {self.config.max_num_batched_tokens}; first "
-            f"in line is {first}. Its `propose` must yield every "
-            f"request that it may serve, and go on after one that does not fit"
-        )
 
 
 def _overridden_served(policy: Policy) -> Callable[[RequestState, int], None] | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from cbresearch.plan import Admission, Padding, Plan, Scheduled, Transfer
+from cbresearch.plan import Admission, Padding, Plan, Scheduled, Skipped, Transfer
 from cbresearch.request import RequestState
 
 
@@ -13,20 +13,48 @@ class Draft:
         budget: Tokens that the step can still take.
     """
 
-    __slots__ = ("aborted", "admitted", "budget", "closed", "displaced", "preempted", "scheduled", "swapped")
+    __slots__ = (
+        "aborted",
+        "admitted",
+        "budget",
+        "closed",
+        "displaced",
+        "preempted",
+        "scheduled",
+        "skipped",
+        "swapped",
+    )
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.closed = False
+        self.closed: str | None = None
         self.scheduled: dict[str, Scheduled] = {}
         self.admitted: dict[str, tuple[RequestState, int]] = {}
         self.preempted: list[RequestState] = []
         self.displaced: list[RequestState] = []
         self.aborted: list[str] = []
         self.swapped: list[str] = []
+        self.skipped: dict[str, str] = {}
 
-    def plan(self, step: int, kept: Sequence[RequestState], transfers: tuple[Transfer, ...]) -> Plan:
+    def plan(
+        self,
+        step: int,
+        running: Sequence[RequestState],
+        kept: Sequence[RequestState],
+        transfers: tuple[Transfer, ...],
+        has_free_seats: bool,
+    ) -> Plan:
         """Return the plan, with a row for each kept request that the budget still takes."""
+        if len(self.scheduled) < len(running):
+            reason = "policy" if self.budget else "budget"
+            for state in running:
+                if state.id not in self.scheduled:
+                    self.skipped.setdefault(state.id, reason)
+        closed = self.closed
+        if not self.budget:
+            closed = "budget"
+        elif closed is None and not has_free_seats:
+            closed = "seats"
         return Plan(
             step=step,
             scheduled=tuple(self.scheduled.values()),
@@ -43,4 +71,6 @@ class Draft:
             aborted=tuple(self.aborted),
             swapped=tuple(self.swapped),
             transfers=transfers,
+            skipped=tuple(map(Skipped._make, self.skipped.items())) if self.skipped else (),
+            closed=closed,
         )

@@ -36,3 +36,17 @@ def check_scheduler(scheduler: "Scheduler") -> None:
         assert scheduler.blocks.num_held_blocks == 0, "blocks are held although nothing runs"
     if not scheduler._swapped:
         assert scheduler.blocks.num_held_host_blocks == 0, "host blocks are held although nothing is swapped"
+
+
+def why_stuck(scheduler: "Scheduler", step: int) -> str:
+    """Return the numbers that explain why a step has no work although there are requests."""
+    running, waiting, swapped = scheduler._running, scheduler._waiting, scheduler._swapped
+    first = next(iter((*running, *swapped.values(), *waiting.values())))
+    blocks, config = scheduler.blocks, scheduler.config
+    return (
+        f"policy {scheduler.policy.name!r} left step {step} without work: {len(running)} running, "
+        f"{len(waiting)} waiting, {len(swapped)} swapped, {len(scheduler._free_seats)} of "
+        f"{config.max_num_seqs} seats free, {blocks.num_free_blocks} of {blocks.num_blocks} blocks free, "
+        f"token budget {config.max_num_batched_tokens}; first in line is {first}. Its `propose` must yield "
+        "every request that it may serve, and go on after one that does not fit"
+    )

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from cbresearch.request import RequestState
+from cbresearch.scheduler.memory import extra_of
 
 if TYPE_CHECKING:
     from cbresearch.scheduler.core import Scheduler
@@ -45,7 +46,7 @@ class LiveView:
 
     @property
     def admitting(self) -> bool:
-        return bool(self._scheduler._free_seats) and not self._scheduler._plan.closed
+        return bool(self._scheduler._free_seats) and self._scheduler._plan.closed is None
 
     @property
     def num_free_seats(self) -> int:
@@ -56,9 +57,21 @@ class LiveView:
         return self._scheduler.config.max_num_seqs
 
     @property
+    def num_blocks(self) -> int:
+        return self._scheduler.blocks.num_blocks
+
+    @property
     def num_free_blocks(self) -> int:
         return self._scheduler.blocks.num_free_blocks
 
     @property
     def block_size(self) -> int:
         return self._scheduler.blocks.config.block_size
+
+    def num_cached_tokens(self, request: RequestState) -> int:
+        blocks = self._scheduler.blocks
+        return len(blocks.match(request.token_ids, extra_of(request.request))) * blocks.config.block_size
+
+    def step_seconds(self, num_tokens: int, num_context_tokens: int) -> float:
+        step_time = self._scheduler.step_time
+        return 0.0 if step_time is None else step_time(num_tokens, num_context_tokens)

@@ -4,13 +4,16 @@ from cbresearch.workloads.draws import lognormal_lengths, poisson_arrivals, spre
 from cbresearch.workloads.files import find, load, load_mooncake
 from cbresearch.workloads.lines import EXAMPLE
 from cbresearch.workloads.named import PRESETS, chat24, classic60, lognormal128, poisson64, presets
+from cbresearch.workloads.predictors import PREDICTORS, Predictor, predict
 from cbresearch.workloads.prompts import MAX_DRAWN_TOKENS, Encode, resolve_prompts
 
 __all__ = [
     "EXAMPLE",
     "MAX_DRAWN_TOKENS",
+    "PREDICTORS",
     "PRESETS",
     "Encode",
+    "Predictor",
     "chat24",
     "classic60",
     "find",
@@ -20,6 +23,7 @@ __all__ = [
     "lognormal_lengths",
     "poisson64",
     "poisson_arrivals",
+    "predict",
     "presets",
     "resolve_prompts",
     "spread_arrivals",

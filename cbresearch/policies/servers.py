@@ -1,0 +1,145 @@
+"""The batching of published servers: Orca, vLLM, Sarathi-Serve, DeepSpeed-FastGen."""
+
+from collections.abc import Iterator, Sequence
+
+from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
+from cbresearch.policies.memory import Admitting
+from cbresearch.request import RequestState
+
+
+class Orca(Admitting):
+    """Iteration-level batching that reserves each request's KV slots when it joins.
+
+    The slots are counted in whole blocks, not laid out: `CacheConfig.reservation` lays them out in contiguous
+    runs as well. Orca itself reserves `max_tokens`, "pow2" and "oracle" are the baselines of the vLLM paper.
+    It computes every prompt in one step, so its token budget is large.
+
+    Args:
+        reserve: "max" for prompt + `max_tokens`; "pow2" for the predicted output, rounded up to a power of
+            two; "oracle" for the predicted output itself. These two preempt where the prediction falls short.
+    """
+
+    name = "orca"
+    family = "batching"
+    source = "Orca (OSDI'22); reservations of vLLM (SOSP'23)"
+
+    def __init__(self, reserve: str = "max") -> None:
+        if reserve not in ("max", "pow2", "oracle"):
+            raise ValueError(f"orca: reserve is {reserve!r}; choose max, pow2 or oracle")
+        self.reserve = reserve
+
+    def num_slots(self, request: RequestState) -> int:
+        """Return the tokens that are reserved for a request."""
+        output = request.request.max_tokens
+        if self.reserve != "max":
+            output = min(output, request.num_output_tokens + request.predicted_remaining)
+        if self.reserve == "pow2":
+            output = 1 << (output - 1).bit_length()
+        return request.num_prompt_tokens + output
+
+    def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
+        """Return whether everyone's reservation fits the pool."""
+        return sum(-(-self.num_slots(state) // view.block_size) for state in requests) <= view.num_blocks
+
+
+class VllmV0(Policy):
+    """Prompts before decodes, admitted above a watermark of free blocks; the latest comer makes room.
+
+    Nobody joins while anyone is swapped out. A prompt longer than the token budget is cut, which vLLM v0 did
+    not do unless asked; without `chunked_prefill` none is.
+
+    Args:
+        swap: Swap victims out to the host's pool, where it has room, instead of recomputing them.
+        watermark: Share of the pool that an admission leaves free.
+    """
+
+    name = "vllm_v0"
+    source = "vLLM (SOSP'23)"
+
+    def __init__(self, swap: bool = False, watermark: float = 0.01) -> None:
+        self.swap, self.watermark = swap, watermark
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose prompts; only if none could be served decodes, and then those to be swapped in."""
+        yield from whole([request for request in view.running if request.is_prefill])
+        if not any(True for _ in view.swapped):
+            for request in view.waiting:
+                needed = -(-request.num_tokens // view.block_size)
+                spare = view.num_free_blocks - needed - int(self.watermark * view.num_blocks)
+                if not view.admitting or (spare < 0 and view.running):
+                    break
+                yield request, request.num_pending_tokens
+        if view.token_budget == view.max_num_batched_tokens:
+            yield from whole(in_turn(view))
+            yield from joining(view, view.swapped)
+
+    def preemption(self, view: View, victim: RequestState) -> str:
+        """Choose as the option says."""
+        return "swap" if self.swap else view.preemption
+
+
+class Sarathi(Policy):
+    """Decodes first, then prompts under way, then new ones, cut to the token budget.
+
+    No decode waits for a prompt longer than what the budget leaves beside it.
+    """
+
+    name = "sarathi"
+    source = "Sarathi-Serve (OSDI'24)"
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose in that order."""
+        running = in_turn(view)
+        yield from whole([request for request in running if not request.is_prefill])
+        yield from whole([request for request in running if request.is_prefill])
+        yield from joining(view, queued(view))
+
+
+class SplitFuse(Sarathi):
+    """Every step takes exactly the token budget: long prompts are split, short ones are put together.
+
+    Who is served is Sarathi's order, published at the same time. What differs is the budget's purpose: there
+    it bounds the time between tokens, here it is the step size at which throughput levels off.
+    """
+
+    name = "splitfuse"
+    source = "Dynamic SplitFuse (DeepSpeed-FastGen, 2024)"
+
+
+class VllmV1(Policy):
+    """Running requests in their order, then the queue, under one token budget, as in vLLM v1.
+
+    There are no phases: everyone wants all that is pending, so a prompt is cut where the budget ends. Nobody
+    joins in a step that preempts. Swapped requests, which vLLM v1 has not, come back before others join.
+
+    Args:
+        priority: Take the queue by (priority, arrival), and as victim the last in that order.
+    """
+
+    name = "vllm_v1"
+    source = "vLLM 0.32, v1 scheduler"
+    hits_at_once = True
+
+    def __init__(self, priority: bool = False) -> None:
+        self._by_priority = priority
+        self.name = "vllm_v1:priority" if priority else "vllm_v1"
+
+    def propose(self, view: View) -> Iterator[Proposal]:
+        """Propose whoever runs, then whoever waits."""
+        for request in view.running:
+            if request.seat is None:
+                continue
+            yield request, request.num_pending_tokens
+            if request.seat is None:
+                # It had to make room itself: whoever comes behind it is not served in this step.
+                return
+        waiting = queued(view)
+        yield from joining(view, sorted(waiting, key=_urgency) if self._by_priority else waiting)
+
+    def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
+        """Choose the latest comer, or the least urgent."""
+        return max(candidates, key=_urgency) if self._by_priority else candidates[-1]
+
+
+def _urgency(state: RequestState) -> tuple[int, float, int]:
+    return state.request.priority, state.request.arrival, state.order

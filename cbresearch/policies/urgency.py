@@ -1,0 +1,100 @@
+"""Urgency: priorities, and promises about time."""
+
+import math
+from collections.abc import Sequence
+
+from cbresearch.policies.base import View
+from cbresearch.policies.size import Ranked, ShortestJobFirst
+from cbresearch.request import RequestState
+
+
+class Priority(Ranked):
+    """Serve by (priority, arrival), smaller first; a more urgent newcomer displaces a running one.
+
+    Equals never displace one another. A preempted request keeps its place in that order.
+    """
+
+    name = "priority"
+    family = "slo"
+    source = "vLLM and SGLang, priority scheduling"
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return the priority."""
+        return request.request.priority
+
+
+class EarliestDeadline(Ranked):
+    """Serve the earliest deadline first, and preempt for it; without a deadline a request comes last."""
+
+    name = "edf"
+    family = "slo"
+    source = "EDF (Liu and Layland, 1973)"
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return the deadline."""
+        deadline = request.request.deadline
+        return math.inf if deadline is None else deadline
+
+
+class LeastSlack(ShortestJobFirst):
+    """Admit whoever can least afford to wait: deadline − now − the prefill's time, least first.
+
+    Without a deadline a request comes last. Medha and vidur preempt prefills for it; here it only orders the
+    queue, an interpretation. Without a step-time model the prefill's time is 0.
+
+    Args:
+        relative: Divide the slack by the time between arrival and deadline (LARS), so that a long request,
+            with a late deadline, is not always the last.
+    """
+
+    name = "least_slack"
+    family = "slo"
+    source = "Medha (2024), LRS and LARS; vidur"
+
+    def __init__(self, relative: bool = False) -> None:
+        self.relative = relative
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return the slack in seconds, or as a share."""
+        given = request.request
+        if given.deadline is None:
+            return math.inf
+        slack = given.deadline - view.now - view.step_seconds(request.num_pending_tokens, request.num_tokens)
+        return slack / max(given.deadline - given.arrival, 1e-9) if self.relative else slack
+
+
+class Andes(Ranked):
+    """Serve whoever gains most quality of experience per KV token.
+
+    A reader expects the first token after `ttft` seconds and then `speed` tokens a second. Who is behind that
+    gains by being served; who is not has a buffer to read from, and may be displaced. The paper's gain is an
+    integral over a horizon, in a greedy knapsack; here it is the tokens by which a request is behind now, an
+    interpretation.
+
+    Args:
+        ttft: Seconds until the first token is expected.
+        speed: Tokens a second that are read.
+    """
+
+    name = "andes"
+    family = "slo"
+    source = "Andes (2024)"
+
+    def __init__(self, ttft: float = 1.0, speed: float = 5.0) -> None:
+        self.ttft, self.speed = ttft, speed
+
+    def rank(self, view: View, request: RequestState) -> float:
+        """Return minus the tokens behind, per token of KV."""
+        late = view.now - request.request.arrival - self.ttft
+        expected = 1 + late * self.speed if late >= 0 else 0.0
+        return (request.num_output_tokens - expected) / request.num_tokens
+
+    def may_lose(self, view: View, request: RequestState) -> bool:
+        """Return whether a request is not behind its reader."""
+        return self.rank(view, request) >= 0
+
+    def displace(
+        self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
+    ) -> RequestState | None:
+        """Choose who is farthest ahead, for a newcomer that is behind."""
+        return None if self.may_lose(view, newcomer) else super().displace(view, newcomer, candidates)

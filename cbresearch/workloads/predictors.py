@@ -1,0 +1,149 @@
+"""Predicted output lengths: what a size-based policy is told in the place of the truth."""
+
+import math
+from ast import literal_eval
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from heapq import heappop, heappush
+from inspect import signature
+from types import MappingProxyType
+
+import numpy as np
+
+from cbresearch.request import Refusal, Request
+
+Predictor = Callable[[Sequence[Request], np.random.Generator], Sequence[int | None]]
+"""Predicts the output lengths of requests; None where it has nothing to go by."""
+
+
+def true_length(request: Request) -> int:
+    """Return the output tokens that a request comes to: its `output_length`, at most `max_tokens`."""
+    return min(request.output_length or request.max_tokens, request.max_tokens)
+
+
+def oracle() -> Predictor:
+    """Predict the truth."""
+    return lambda requests, rng: [true_length(request) for request in requests]
+
+
+def noisy(sigma: float) -> Predictor:
+    """Predict the truth times a lognormal factor of median 1, rounded, at least 1.
+
+    The same generator gives the same draws for every sigma, so that two of them differ by it alone. A
+    prediction may exceed `max_tokens`: clipped, it would be right half the time where that is the truth.
+
+    Args:
+        sigma: Standard deviation of the factor's logarithm; 0 is the oracle.
+    """
+    _require(0 <= sigma < math.inf, "sigma", sigma, "a finite number, 0 or more")
+
+    def predict(requests: Sequence[Request], rng: np.random.Generator) -> Sequence[int | None]:
+        factors = np.exp(sigma * rng.standard_normal(len(requests))).tolist()
+        pairs = zip(requests, factors, strict=True)
+        return [max(1, round(true_length(request) * factor)) for request, factor in pairs]
+
+    return predict
+
+
+def buckets(width: int) -> Predictor:
+    """Predict the upper end of the bucket of lengths that the truth lies in (as S³, NeurIPS'23, reserves).
+
+    Args:
+        width: Tokens of a bucket: 1 to `width` are the first.
+    """
+    _require(width >= 1, "width", width, "a number of tokens, 1 or more")
+    return lambda requests, rng: [-(-true_length(request) // width) * width for request in requests]
+
+
+def constant(tokens: int) -> Predictor:
+    """Predict the same length for everyone.
+
+    Args:
+        tokens: That length.
+    """
+    _require(tokens >= 1, "tokens", tokens, "a number of tokens, 1 or more")
+    return lambda requests, rng: [tokens] * len(requests)
+
+
+def history(token_seconds: float = 0.05) -> Predictor:
+    """Predict the mean length of the client's answers that were finished when the request arrived.
+
+    No run has happened yet, so an answer of n tokens counts as finished n · `token_seconds` after its
+    request's arrival, as if that had not waited. A client without finished answers is predicted nothing.
+
+    Args:
+        token_seconds: Seconds that a token of output takes.
+    """
+    _require(0 <= token_seconds < math.inf, "token_seconds", token_seconds, "a finite time, 0 or more")
+
+    def predict(requests: Sequence[Request], rng: np.random.Generator) -> Sequence[int | None]:
+        predicted: list[int | None] = [None] * len(requests)
+        known: defaultdict[str, list[int]] = defaultdict(list)
+        under_way: list[tuple[float, int]] = []
+        for place in sorted(range(len(requests)), key=lambda place: requests[place].arrival):
+            request = requests[place]
+            while under_way and under_way[0][0] <= request.arrival:
+                earlier = requests[heappop(under_way)[1]]
+                known[earlier.client].append(true_length(earlier))
+            lengths = known[request.client]
+            predicted[place] = round(sum(lengths) / len(lengths)) if lengths else None
+            heappush(under_way, (request.arrival + true_length(request) * token_seconds, place))
+        return predicted
+
+    return predict
+
+
+PREDICTORS: Mapping[str, Callable[..., Predictor]] = MappingProxyType(
+    {build.__name__: build for build in (oracle, noisy, buckets, history, constant)}
+)
+"""The predictors that are known by name."""
+
+
+def predict(
+    requests: Sequence[Request | Refusal], predictor: str | Predictor, rng: np.random.Generator
+) -> list[Request | Refusal]:
+    """Return the requests with `predicted_output` set, in the given order.
+
+    Args:
+        requests: Whom to predict; a `Refusal` is passed on.
+        predictor: A predictor, or its name with options after a colon: "oracle", "noisy:sigma=0.5",
+            "buckets:width=64", "history" or "history:token_seconds=0.02", "constant:tokens=100".
+        rng: The source of chance.
+
+    Raises:
+        ValueError: The name or an option is unknown, missing or out of range.
+    """
+    chosen = _built(predictor) if isinstance(predictor, str) else predictor
+    known = [request for request in requests if isinstance(request, Request)]
+    lengths = iter(chosen(known, rng))
+    return [
+        replace(request, predicted_output=next(lengths)) if isinstance(request, Request) else request
+        for request in requests
+    ]
+
+
+def _built(name: str) -> Predictor:
+    base, _, text = name.partition(":")
+    if base not in PREDICTORS:
+        raise ValueError(f"unknown predictor {base!r}; there is {', '.join(PREDICTORS)}")
+    build = PREDICTORS[base]
+    options: dict[str, float] = {}
+    for part in filter(None, text.split(",")):
+        key, _, value = part.partition("=")
+        try:
+            options[key] = literal_eval(value)
+        except (ValueError, SyntaxError):
+            raise ValueError(f"predictor {name!r}: {part!r} is not a number; write {key}=…") from None
+    try:
+        signature(build).bind(**options)
+    except TypeError as error:
+        raise ValueError(
+            f"predictor {name!r}: {error}; options are {[*signature(build).parameters]}"
+        ) from None
+    return build(**options)
+
+
+def _require(holds: bool, name: str, value: float, remedy: str) -> None:
+    if not holds:
+        raise ValueError(f"predictor: {name} is {value!r}; give {remedy}")
