@@ -12,9 +12,10 @@ from torch import Tensor
 ITEM_FIELDS = ("sequence", "token", "num_queries", "position", "begin", "end", "partial", "is_first")
 MERGE_FIELDS = ("token", "first_partial", "stride", "num_splits")
 
-# Programs of the narrow kernel that a multiprocessor holds at once; fewer leave memory bandwidth unused.
-_NARROW_RESIDENT = 4
-_WIDE_RESIDENT = 1
+# Bytes that a multiprocessor must have under way to keep the memory busy: bandwidth times latency, 4.8e12 B/s
+# times about 1 us on an H200, over its 132 multiprocessors.
+_BYTES_UNDER_WAY = 36_000
+_MOST_RESIDENT = 8
 
 # A split shorter than this reads less than its partial result costs to write, read and merge.
 _LEAST_SPLIT_KEYS = 128
@@ -45,6 +46,13 @@ class Device:
         return cls("cuda", properties.major * 10 + properties.minor, properties.multi_processor_count)
 
 
+    def converts(self, dtype: torch.dtype) -> bool:
+        """Tell whether kernels may load a float8 dtype as it is; NVIDIA learned e4m3 with capability 8.9."""
+        if self.backend == "interpreter":
+            return False
+        return self.backend == "hip" or self.arch >= 89 or dtype == torch.float8_e5m2
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """Hold the launch choices for one kernel.
@@ -70,22 +78,31 @@ def power_of_two(number: int) -> int:
 def choose_launch(head_dim: int, group: int, num_queries: int, itemsize: int, device: Device) -> Launch:
     """Choose tile sizes, warps and stages.
 
+    A decode is bound by bandwidth: its tile is as narrow as tensor cores allow (16 rows) and small, so that
+    several programs share a multiprocessor and hide each other's waits. A prefill chunk is bound by compute:
+    its tile is as tall as its accumulator fits into registers, so that a loaded key meets many queries.
+
     Args:
         head_dim: Elements of a head.
         group: Query heads of one KV head.
         num_queries: Most queries of a sequence in this launch.
-        itemsize: Bytes of a cached element.
+        itemsize: Bytes of a query's element, in which tiles are multiplied.
         device: Where it runs.
     """
     narrow_rows = max(16, power_of_two(group))
-    rows = power_of_two(num_queries * group)
+    width = max(16, power_of_two(head_dim))
     if num_queries * group <= narrow_rows:
-        return Launch(narrow_rows, 16, 4, 1)
-    tile_rows = max(narrow_rows, min(rows, 128))
-    return Launch(tile_rows, 32, 4, 1)
+        return Launch(narrow_rows, 16, 4, 1 if device.backend == "hip" else 3)
+    most_rows = 128
+    if width > 128 and device.arch < 90:
+        most_rows = 64
+    tile_rows = max(narrow_rows, min(power_of_two(num_queries * group), most_rows))
+    if device.backend == "hip":
+        return Launch(tile_rows, 32, 4, 1)
+    return Launch(tile_rows, 64 if width <= 128 else 32, 8, 3)
 
 
-def choose_split_keys(num_keys: np.ndarray, num_heads: int, is_narrow: bool, device: Device) -> int:
+def choose_split_keys(num_keys: np.ndarray, num_heads: int, programs: int) -> int:
     """Choose the keys of one split, such that the splits of all tiles fill the device once.
 
     All tiles share one length, so a long sequence is cut into more pieces than a short one and no program
@@ -95,11 +112,24 @@ def choose_split_keys(num_keys: np.ndarray, num_heads: int, is_narrow: bool, dev
     Args:
         num_keys: int64 `[num_tiles]`: keys that each query tile reads.
         num_heads: KV heads, each of which has a program per tile.
-        is_narrow: Whether the programs are bound by bandwidth, and several share a multiprocessor.
-        device: Where it runs.
+        programs: How many the device runs side by side.
     """
-    programs = device.num_multiprocessors * (_NARROW_RESIDENT if is_narrow else _WIDE_RESIDENT)
     return max(_LEAST_SPLIT_KEYS, math.ceil(int(num_keys.sum()) * num_heads / programs))
+
+
+def resident_programs(launch: Launch, head_dim: int, itemsize: int, is_wide: bool, device: Device) -> int:
+    """Return the programs that the device should run side by side.
+
+    Args:
+        launch: Their tile sizes.
+        head_dim: Elements of a head.
+        itemsize: Bytes of a cached element.
+        is_wide: Whether they are bound by compute, and one fills a multiprocessor.
+        device: Where they run.
+    """
+    tile_bytes = 2 * launch.tile_keys * head_dim * itemsize
+    each = 1 if is_wide else min(-(-_BYTES_UNDER_WAY // tile_bytes), _MOST_RESIDENT)
+    return device.num_multiprocessors * each
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,40 +151,29 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Hold the work of one call, made once per step and used by every layer with the same window.
+    """Hold the work of one call, made once per step and used by every layer of one shape and window.
 
     Attributes:
         works: The launches: sequences whose rows fit the narrowest tile, then the others.
-        merges: int32 `[num_merged, 4]`, columns `MERGE_FIELDS`: tokens whose partial results are merged.
+        merges: int32 `[num_merged, 4]`, columns `MERGE_FIELDS`: the tokens whose partial results are merged.
         num_partials: Rows of the partial results.
         window: Keys that a query sees at most, itself included; None for all.
-        num_seqs: Sequences.
         num_tokens: Queries.
+        num_seqs: Sequences.
+        longest: Tokens of the longest sequence.
+        heads: Query heads, KV heads, and elements of a head.
+        device: What the launches were chosen for.
     """
 
     works: tuple[Work, ...]
     merges: Tensor
     num_partials: int
     window: int | None
-    num_seqs: int
     num_tokens: int
-
-
-def check_lengths(
-    seq_lens: np.ndarray, cu_seqlens_q: np.ndarray, num_tokens: int, max_blocks: int, block_size: int
-) -> None:
-    """Raise a ValueError that names the argument whose values cannot be."""
-    if (seq_lens < 0).any():
-        raise ValueError(f"seq_lens holds a negative length: {int(seq_lens.min())}")
-    if cu_seqlens_q[0] != 0 or (np.diff(cu_seqlens_q) < 0).any() or cu_seqlens_q[-1] != num_tokens:
-        raise ValueError(
-            f"cu_seqlens_q must rise from 0 to the {num_tokens} tokens of q, and is {cu_seqlens_q.tolist()}"
-        )
-    needed = -(-int(seq_lens.max(initial=0)) // block_size)
-    if needed > max_blocks:
-        raise ValueError(
-            f"block_tables has {max_blocks} blocks per sequence, and {int(seq_lens.max())} tokens need {needed}"
-        )
+    num_seqs: int
+    longest: int
+    heads: tuple[int, int, int]
+    device: Device
 
 
 def lay_out(
@@ -164,69 +183,89 @@ def lay_out(
     num_heads: int,
     num_kv_heads: int,
     head_dim: int,
-    itemsize: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype | None = None,
     window: int | None = None,
     device: torch.device | str = "cpu",
     target: Device | None = None,
     split_keys: int | None = None,
 ) -> Layout:
-    """Plan one call.
+    """Plan one call of `paged_attention`.
 
-    A query tile holds the query heads of one KV head for as many queries as fit, so that each K/V tile is
-    loaded once for all of them. Tiles come longest first, so that no long one starts last.
+    A query tile holds the query heads of one KV head for as many queries as fit, so that a K/V tile is loaded
+    once for all of them. Tiles come longest first, so that no long one starts last.
 
     Args:
-        seq_lens: `[num_seqs]`: tokens of each sequence, those of this call included.
+        seq_lens: `[num_seqs]`: tokens of each sequence, those of this call included. Best on the host already.
         cu_seqlens_q: `[num_seqs + 1]`: where each sequence's queries begin among all.
         num_heads: Query heads.
         num_kv_heads: KV heads.
         head_dim: Elements of a head.
-        itemsize: Bytes of a cached element.
+        dtype: Of the queries.
+        cache_dtype: Of the cache, if it is another.
         window: Keys that a query sees at most, itself included.
         device: Where the kernel runs.
         target: What to choose for; what `device` is by default.
-        split_keys: Keys of one split; chosen by `choose_split_keys` by default.
+        split_keys: Keys of one split; `choose_split_keys` by default.
+
+    Raises:
+        ValueError: A length cannot be; its argument is named.
     """
     target = target or Device.of(torch.device(device))
-    lens = np.asarray(seq_lens.cpu() if isinstance(seq_lens, Tensor) else seq_lens, dtype=np.int64)
-    cu = np.asarray(cu_seqlens_q.cpu() if isinstance(cu_seqlens_q, Tensor) else cu_seqlens_q, dtype=np.int64)
+    lens = _on_host("seq_lens", seq_lens)
+    cu = _on_host("cu_seqlens_q", cu_seqlens_q)
+    if (lens < 0).any():
+        raise ValueError(f"seq_lens holds a negative length: {lens.min()}")
+    if len(cu) != len(lens) + 1 or cu[0] != 0 or (np.diff(cu) < 0).any():
+        raise ValueError(f"cu_seqlens_q must rise from 0 in {len(lens) + 1} steps, and is {cu.tolist()}")
     counts = np.diff(cu)
     group = num_heads // num_kv_heads
-    narrow_rows = choose_launch(head_dim, group, 1, itemsize, target).tile_rows
-    is_narrow = counts * group <= narrow_rows
-    works: list[tuple[Launch, np.ndarray, bool]] = []
-    merges = []
+    narrow_rows = choose_launch(head_dim, group, 1, dtype.itemsize, target).tile_rows
+    planned: list[tuple[Launch, np.ndarray, bool]] = []
+    merges = [np.empty((0, len(MERGE_FIELDS)), np.int64)]
     num_partials = 0
-    for narrow in (True, False):
-        sequences = np.flatnonzero((is_narrow == narrow) & (counts > 0))
+    for is_wide in (False, True):
+        sequences = np.flatnonzero((counts > 0) & ((counts * group > narrow_rows) == is_wide))
         if not len(sequences):
             continue
-        launch = choose_launch(head_dim, group, int(counts[sequences].max()), itemsize, target)
+        launch = choose_launch(head_dim, group, int(counts[sequences].max()), dtype.itemsize, target)
         tiles = _tiles(sequences, lens, cu, launch.tile_rows // group, window)
-        keys = tiles["end"] - tiles["begin"]
-        length = split_keys or choose_split_keys(keys, num_kv_heads, narrow, target)
+        length = split_keys or choose_split_keys(
+            tiles["end"] - tiles["begin"],
+            num_kv_heads,
+            resident_programs(launch, head_dim, (cache_dtype or dtype).itemsize, is_wide, target),
+        )
         items, merged, num_partials = _split(tiles, length, launch.tile_keys, num_partials)
-        works.append((launch, items, not narrow))
+        planned.append((launch, items, is_wide))
         merges.append(merged)
-    merge_rows = np.concatenate(merges) if merges else np.empty((0, len(MERGE_FIELDS)), np.int64)
+    arrays = [*(items for _, items, _ in planned), np.concatenate(merges)]
     # One copy to the device for everything.
-    parts = [*(items for _, items, _ in works), merge_rows]
-    flat = torch.from_numpy(np.concatenate([part.ravel() for part in parts]).astype(np.int32)).to(device)
-    tensors = [
-        piece.view(part.shape)
-        for piece, part in zip(flat.split([part.size for part in parts]), parts, strict=True)
-    ]
+    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32)).to(device)
+    pieces = flat.split([array.size for array in arrays])
+    tensors = [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+    partial = ITEM_FIELDS.index("partial")
     return Layout(
-        tuple(
-            Work(launch, tensor, bool((items[:, ITEM_FIELDS.index("partial")] >= 0).any()), is_wide)
-            for (launch, items, is_wide), tensor in zip(works, tensors[:-1], strict=True)
+        works=tuple(
+            Work(launch, tensor, bool((items[:, partial] >= 0).any()), is_wide)
+            for (launch, items, is_wide), tensor in zip(planned, tensors[:-1], strict=True)
         ),
-        tensors[-1],
-        num_partials,
-        window,
-        len(lens),
-        int(cu[-1]),
+        merges=tensors[-1],
+        num_partials=num_partials,
+        window=window,
+        num_tokens=int(cu[-1]),
+        num_seqs=len(lens),
+        longest=int(lens.max(initial=0)),
+        heads=(num_heads, num_kv_heads, head_dim),
+        device=target,
     )
+
+
+def _on_host(name: str, values: Tensor | np.ndarray | Sequence[int]) -> np.ndarray:
+    """Return int64 values, of which a tensor must hold integers in one row."""
+    array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    if array.ndim != 1 or not (np.issubdtype(array.dtype, np.integer) or not array.size):
+        raise ValueError(f"{name} must be one row of integers, and is {array.dtype} of shape {array.shape}")
+    return array.astype(np.int64)
 
 
 def _tiles(

@@ -1,6 +1,8 @@
 """Attention over a paged KV cache for a ragged batch of decodes and prefill chunks, in Triton.
 
 In the kernels a prefix says what a name is: `i_` an index, `o_` offsets, `p_` pointers, `b_` a tile, `m_` a mask.
+A score becomes a weight by exp2(unit * (score - maximum)): `unit` turns it into log2, of which the hardware has the
+exponential, and includes the scale where nothing else was done to the score.
 """
 
 import math
@@ -11,9 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cbresearch.kernels.layout import ITEM_FIELDS, MERGE_FIELDS, Layout, Work, lay_out, power_of_two
+from cbresearch.kernels import float8
+from cbresearch.kernels.layout import Device, Layout, Work, lay_out, power_of_two
 
 LOG2_E = tl.constexpr(math.log2(math.e))
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_TILE_SPLITS = 16
 
 
 @triton.jit
@@ -29,38 +35,19 @@ def _tanh(b_z):
 
 @triton.jit
 def _attend_tile(
-    b_q,
-    b_acc,
-    b_sum,
-    b_max,
-    o_begin,
-    begin,
-    end,
-    p_table,
-    p_k,
-    p_v,
-    stride_k_block,
-    stride_k_slot,
-    stride_v_block,
-    stride_v_slot,
-    o_position,
-    b_slope,
-    factor,
-    softcap,
-    window,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    MASKED: tl.constexpr,
-):
-    """Fold one K/V tile into a running softmax: accumulator, sum and maximum of the scores (log2 units)."""
-    o_key = o_begin + tl.arange(0, TILE_KEYS)  # [TILE_KEYS]
+    b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
+    stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
+    o_position, b_slope, scale, unit, softcap, window,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
+    MANTISSA: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Fold one K/V tile into a running softmax: its accumulator, its sum and its maximum.
+
+    `b_q` is `[TILE_ROWS, BLOCK_D]`, `b_sum` and `b_max` are `[TILE_ROWS]`.
+    """
+    o_key = o_begin + tl.arange(0, TILE_KEYS)
     m_key = o_key < end
-    if HAS_WINDOW:
+    if window is not None:
         m_key = m_key & (o_key >= begin)
     if BLOCK_SIZE % TILE_KEYS == 0:
         # Tiles begin at multiples of their size, so this one lies in a single block.
@@ -72,41 +59,44 @@ def _attend_tile(
     else:
         i_block = tl.load(p_table + o_key // BLOCK_SIZE).to(tl.int64)
         o_slot = o_key % BLOCK_SIZE
-    o_k = i_block * stride_k_block + o_slot * stride_k_slot
-    o_v = i_block * stride_v_block + o_slot * stride_v_slot
+    # A block's number times its stride passes 2**31 in pools of a few GB.
+    o_k = (i_block * stride_k_block + o_slot * stride_k_slot)[:, None]
+    o_v = (i_block * stride_v_block + o_slot * stride_v_slot)[:, None]
     m_d = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    # Unwritten slots may hold NaN, and a weight of 0 does not undo that: they are never read.
+    # Unwritten slots may hold NaN, which a weight of 0 does not undo: they are never read.
     if MASKED:
-        m_kv = m_key[:, None] & m_d
-        b_k = tl.load(p_k + o_k[:, None], mask=m_kv, other=0.0)  # [TILE_KEYS, BLOCK_D]
-        b_v = tl.load(p_v + o_v[:, None], mask=m_kv, other=0.0)
+        b_k = tl.load(p_k + o_k, mask=m_key[:, None] & m_d, other=0)  # [TILE_KEYS, BLOCK_D]
+        b_v = tl.load(p_v + o_v, mask=m_key[:, None] & m_d, other=0)
     elif HEAD_DIM < BLOCK_D:
-        b_k = tl.load(p_k + o_k[:, None], mask=m_d, other=0.0)
-        b_v = tl.load(p_v + o_v[:, None], mask=m_d, other=0.0)
+        b_k = tl.load(p_k + o_k, mask=m_d, other=0)
+        b_v = tl.load(p_v + o_v, mask=m_d, other=0)
     else:
-        b_k = tl.load(p_k + o_k[:, None])
-        b_v = tl.load(p_v + o_v[:, None])
+        b_k = tl.load(p_k + o_k)
+        b_v = tl.load(p_v + o_v)
+    if MANTISSA:
+        b_k = float8.decode(b_k, MANTISSA)
+        b_v = float8.decode(b_v, MANTISSA)
     b_score = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
-    if HAS_SOFTCAP:
-        b_score = softcap * _tanh(b_score * factor)
-    elif HAS_ALIBI:
-        b_score = b_score * factor
-    if HAS_ALIBI:
+    if softcap is not None:
+        b_score = softcap * _tanh(b_score * (scale / softcap))
+    elif b_slope is not None:
+        b_score = b_score * scale
+    if b_slope is not None:
         b_score += b_slope[:, None] * (o_key[None, :] - o_position[:, None])
     if MASKED:
         m_score = m_key[None, :] & (o_key[None, :] <= o_position[:, None])
-        if HAS_WINDOW:
+        if window is not None:
             m_score = m_score & (o_key[None, :] > o_position[:, None] - window)
         b_score = tl.where(m_score, b_score, float("-inf"))
-    if HAS_SOFTCAP or HAS_ALIBI:
-        to_log2 = 1.0
-    else:
-        to_log2 = factor
-    b_new_max = tl.maximum(b_max, tl.max(b_score, 1) * to_log2)
-    # A row that has seen no key yet keeps a maximum of -inf, and -inf - -inf would be NaN.
+    b_new_max = tl.maximum(b_max, tl.max(b_score, 1))
+    # A row that has seen no key keeps a maximum of -inf, and -inf - -inf would be NaN.
     b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
-    b_weight = tl.exp2(b_score * to_log2 - b_shift[:, None])
-    b_decay = tl.exp2(b_max - b_shift)
+    if b_q.dtype == tl.float32:
+        b_weight = tl.exp2((b_score - b_shift[:, None]) * unit)
+    else:
+        # One fused operation for each score, at the cost of digits that half precision does not have.
+        b_weight = tl.exp2(b_score * unit - (b_shift * unit)[:, None])
+    b_decay = tl.exp2((b_max - b_shift) * unit)
     b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
     b_acc = b_acc * b_decay[:, None]
     b_acc = tl.dot(b_weight.to(b_q.dtype), b_v.to(b_q.dtype), b_acc, input_precision="ieee")
@@ -115,54 +105,21 @@ def _attend_tile(
 
 @triton.jit
 def _attend_kernel(
-    q,
-    k_cache,
-    v_cache,
-    out,
-    partial_out,
-    partial_lse,
-    items,
-    block_tables,
-    alibi,
-    sinks,
-    k_scale,
-    v_scale,
-    factor,
-    softcap,
-    window,
-    stride_q_token,
-    stride_q_head,
-    stride_k_block,
-    stride_k_slot,
-    stride_k_head,
-    stride_v_block,
-    stride_v_slot,
-    stride_v_head,
-    stride_out_token,
-    stride_out_head,
-    stride_table,
-    stride_scale,
-    NUM_KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_KEYS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_ALIBI: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    IS_WIDE: tl.constexpr,
-):
+    q, k_cache, v_cache, out, partial_out, partial_lse, items, block_tables, alibi, sinks, k_scale, v_scale,
+    scale, softcap, window,
+    stride_q_token, stride_q_head, stride_k_block, stride_k_slot, stride_k_head,
+    stride_v_block, stride_v_slot, stride_v_head, stride_out_token, stride_out_head,
+    stride_table, stride_k_scale, stride_v_scale,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, MANTISSA: tl.constexpr,
+    IS_SPLIT: tl.constexpr, IS_WIDE: tl.constexpr,
+):  # fmt: skip
     """Attend with one query tile of one KV head to one range of keys; a program per item and KV head.
 
-    The tile's rows are the queries of the item times the query heads of the KV head. A partial result is
-    normalised; with it goes the log2 of its softmax's denominator.
+    A tile's rows are the queries of the item times the query heads of the KV head. A partial result is normalised;
+    beside it goes the log2 of its softmax's denominator.
     """
-    # Heads of an item run next to each other, so that the longest items start first.
+    # The heads of an item follow one another, so that the longest items of all heads start first.
     i_kv_head = tl.program_id(0) % NUM_KV_HEADS
     p_item = items + tl.program_id(0) // NUM_KV_HEADS * 8
     i_seq = tl.load(p_item)
@@ -183,57 +140,57 @@ def _attend_kernel(
     o_q = o_token * stride_q_token + o_head * stride_q_head
     b_q = tl.load(q + o_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [TILE_ROWS, BLOCK_D]
 
-    if HAS_SCALES:
-        factor *= tl.load(k_scale + i_kv_head * stride_scale)
-    b_slope = tl.zeros([TILE_ROWS], tl.float32)
-    if HAS_ALIBI:
-        b_slope = tl.load(alibi + o_head, mask=m_row, other=0.0) * LOG2_E
+    if k_scale is not None:
+        scale *= tl.load(k_scale + i_kv_head * stride_k_scale)
+    unit = scale * LOG2_E
+    if softcap is not None or alibi is not None:
+        unit = LOG2_E
+    b_slope = None
+    if alibi is not None:
+        b_slope = tl.load(alibi + o_head, mask=m_row, other=0.0)
     b_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
-    b_sum = tl.zeros([TILE_ROWS], tl.float32)
-    if HAS_SINKS:
-        # A sink is a key of value 0; the first split carries it.
-        b_sink = tl.load(sinks + o_head, mask=m_row, other=float("-inf")) * LOG2_E
-        is_first = tl.load(p_item + 7) != 0
-        b_max = tl.where(is_first, b_sink, float("-inf"))
+    b_sum = tl.full([TILE_ROWS], 0.0, tl.float32)
+    if sinks is not None:
+        # A sink is one more key, whose value is 0; the first split has it.
+        b_sink = tl.load(sinks + o_head, mask=m_row, other=float("-inf"))
+        b_max = tl.where(tl.load(p_item + 7) != 0, b_sink * (LOG2_E / unit), float("-inf"))
         b_sum = tl.where(b_max > float("-inf"), 1.0, 0.0)
-    b_acc = tl.zeros([TILE_ROWS, BLOCK_D], tl.float32)
+    b_acc = tl.full([TILE_ROWS, BLOCK_D], 0.0, tl.float32)
 
     p_table = block_tables + i_seq.to(tl.int64) * stride_table
     p_k = k_cache + i_kv_head.to(tl.int64) * stride_k_head + o_d[None, :]
     p_v = v_cache + i_kv_head.to(tl.int64) * stride_v_head + o_d[None, :]
     first = begin
-    if HAS_WINDOW:
+    if window is not None:
         first = begin // TILE_KEYS * TILE_KEYS
-    if IS_WIDE and not HAS_WINDOW:
-        # Up to the first query's position every row sees every key: no masks.
+    if IS_WIDE and window is None:
+        # Up to the first query's position every row sees every key, and masks would be lost time.
         whole = first + tl.maximum(tl.minimum(position + 1, end) - first, 0) // TILE_KEYS * TILE_KEYS
         for o_begin in range(first, whole, TILE_KEYS):
             b_acc, b_sum, b_max = _attend_tile(
                 b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
-                stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-                o_position, b_slope, factor, softcap, window,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, False,
+                stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, o_position, b_slope, scale, unit, softcap,
+                window, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MANTISSA, MASKED=False,
             )  # fmt: skip
         first = whole
     for o_begin in range(first, end, TILE_KEYS):
         b_acc, b_sum, b_max = _attend_tile(
             b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
-            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-            o_position, b_slope, factor, softcap, window,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, HAS_WINDOW, HAS_SOFTCAP, HAS_ALIBI, True,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, o_position, b_slope, scale, unit, softcap,
+            window, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MANTISSA, MASKED=True,
         )  # fmt: skip
 
-    # A row that saw no key has an accumulator of 0, and stays at 0.
+    # A row that saw no key has an accumulator of 0, and stays there.
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
     b_inverse = 1.0 / b_sum
-    if HAS_SCALES:
-        b_inverse *= tl.load(v_scale + i_kv_head * stride_scale)
+    if v_scale is not None:
+        b_inverse *= tl.load(v_scale + i_kv_head * stride_v_scale)
     b_acc = b_acc * b_inverse[:, None]
     i_partial = tl.load(p_item + 6)
     if IS_SPLIT and i_partial >= 0:
         o_partial = (i_partial + o_query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + o_head
         tl.store(partial_out + o_partial[:, None] * HEAD_DIM + o_d[None, :], b_acc, mask=m_q)
-        tl.store(partial_lse + o_partial, b_max + tl.log2(b_sum), mask=m_row)
+        tl.store(partial_lse + o_partial, b_max * unit + tl.log2(b_sum), mask=m_row)
     else:
         o_out = o_token * stride_out_token + o_head * stride_out_head
         tl.store(out + o_out[:, None] + o_d[None, :], b_acc.to(out.dtype.element_ty), mask=m_q)
@@ -241,18 +198,10 @@ def _attend_kernel(
 
 @triton.jit
 def _merge_kernel(
-    out,
-    partial_out,
-    partial_lse,
-    merges,
-    stride_out_token,
-    stride_out_head,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    TILE_SPLITS: tl.constexpr,
-):
-    """Merge the partial results of one token and query head; a program per row of `merges` and head."""
+    out, partial_out, partial_lse, merges, stride_out_token, stride_out_head,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the partial results of one token and query head; a program per merge and head."""
     i_head = tl.program_id(0) % NUM_HEADS
     p_merge = merges + tl.program_id(0) // NUM_HEADS * 4
     i_token = tl.load(p_merge).to(tl.int64)
@@ -261,19 +210,16 @@ def _merge_kernel(
     num_splits = tl.load(p_merge + 3)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
-    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    b_acc = tl.full([BLOCK_D], 0.0, tl.float32)
     sum_weights = 0.0
     top = float("-inf")
-    for i_begin in range(0, num_splits, TILE_SPLITS):
-        o_split = i_begin + tl.arange(0, TILE_SPLITS)
+    for o_begin in range(0, num_splits, TILE_SPLITS):
+        o_split = o_begin + tl.arange(0, TILE_SPLITS)
         m_split = o_split < num_splits
         o_partial = (i_first + o_split * stride) * NUM_HEADS + i_head
         b_lse = tl.load(partial_lse + o_partial, mask=m_split, other=float("-inf"))
-        b_part = tl.load(
-            partial_out + o_partial[:, None] * HEAD_DIM + o_d[None, :],
-            mask=m_split[:, None] & m_d[None, :],
-            other=0.0,
-        )  # [TILE_SPLITS, BLOCK_D]
+        p_part = partial_out + o_partial[:, None] * HEAD_DIM + o_d[None, :]
+        b_part = tl.load(p_part, mask=m_split[:, None] & m_d[None, :], other=0.0)  # [TILE_SPLITS, BLOCK_D]
         new_top = tl.maximum(top, tl.max(b_lse, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         b_weight = tl.exp2(b_lse - shift)
@@ -286,29 +232,98 @@ def _merge_kernel(
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
 
 
+def _check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, out: Tensor, others: dict[str, Tensor | None]
+) -> None:
+    """Raise a ValueError that names the first argument whose dtype, shape, stride or device does not fit."""
+    if q.dim() != 3 or q.dtype not in _DTYPES:
+        raise ValueError(
+            f"q must be [num_tokens, num_heads, head_dim] in float32, float16 or bfloat16, and is {q.dtype} of "
+            f"shape {tuple(q.shape)}"
+        )
+    num_heads, head_dim = q.shape[1:]
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if cache.dim() != 4 or cache.shape[3] != head_dim or cache.shape != k_cache.shape or not cache.shape[2]:
+            raise ValueError(
+                f"{name} must be [num_blocks, block_size, num_kv_heads, {head_dim}] like its twin, and has shape "
+                f"{tuple(cache.shape)}"
+            )
+        if cache.dtype not in (q.dtype, *float8.MANTISSA_BITS) or cache.dtype != k_cache.dtype:
+            raise ValueError(f"{name} is {cache.dtype}: it must be {q.dtype} as q is, or float8, like its twin")
+    num_kv_heads = k_cache.shape[2]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"q has {num_heads} heads, which is no multiple of the {num_kv_heads} of k_cache")
+    if out.shape != q.shape or out.dtype != q.dtype:
+        raise ValueError(f"out must be {q.dtype} of shape {tuple(q.shape)}, and is {out.dtype} of {tuple(out.shape)}")
+    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must have a last stride of 1, and its strides are {tensor.stride()}")
+    if block_tables.dim() != 2 or block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
+        raise ValueError(
+            f"block_tables must be int32 [num_seqs, max_blocks] with a last stride of 1, and is "
+            f"{block_tables.dtype} of shape {tuple(block_tables.shape)} and strides {block_tables.stride()}"
+        )
+    sizes = {"alibi": (num_heads,), "sinks": (num_heads,)}
+    for name, tensor in others.items():
+        wanted = sizes.get(name, (1, num_kv_heads))
+        if tensor is not None and (
+            tensor.dtype != torch.float32 or tensor.numel() not in wanted or not tensor.is_contiguous()
+        ):
+            raise ValueError(
+                f"{name} must be contiguous float32 with {' or '.join(map(str, wanted))} elements, and is "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+            )
+    named = {"k_cache": k_cache, "v_cache": v_cache, "block_tables": block_tables, "out": out, **others}
+    for name, tensor in named.items():
+        if tensor is not None and tensor.device != q.device:
+            raise ValueError(f"{name} is on {tensor.device}, and q on {q.device}")
+
+
+def _check_layout(
+    layout: Layout, q: Tensor, k_cache: Tensor, block_tables: Tensor, window: int | None
+) -> None:
+    """Raise a ValueError that names what does not fit the lengths."""
+    num_tokens, num_heads, head_dim = q.shape
+    if layout.num_tokens != num_tokens:
+        raise ValueError(f"cu_seqlens_q ends at {layout.num_tokens}, and q has {num_tokens} tokens")
+    if layout.num_seqs != len(block_tables):
+        raise ValueError(f"block_tables has {len(block_tables)} rows, and seq_lens {layout.num_seqs}")
+    needed = -(-layout.longest // k_cache.shape[1])
+    if needed > block_tables.shape[1]:
+        raise ValueError(
+            f"block_tables has {block_tables.shape[1]} blocks per sequence, and a length of {layout.longest} in "
+            f"seq_lens needs {needed}"
+        )
+    heads = (num_heads, k_cache.shape[2], head_dim)
+    if layout.heads != heads or layout.window != window:
+        raise ValueError(
+            f"layout is for heads of {layout.heads} and a window of {layout.window}, not of {heads} and {window}"
+        )
+
+
 def attend_arguments(
-    work: Work,
-    layout: Layout,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    block_tables: Tensor,
-    *,
-    scale: float,
-    softcap: float | None,
-    alibi: Tensor | None,
-    sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> dict[str, Any]:
-    """Return the arguments of one launch of the attention kernel by name, launch options included."""
+    work: Work, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, partial_out: Tensor, partial_lse: Tensor,
+    block_tables: Tensor, *, scale: float, window: int | None, softcap: float | None, alibi: Tensor | None,
+    sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, device: Device,
+) -> dict[str, Any]:  # fmt: skip
+    """Return the arguments of one launch of the attention kernel by name, the launch options included."""
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
-    group = num_heads // num_kv_heads
-    launch = work.launch
+    mantissa = float8.MANTISSA_BITS.get(k_cache.dtype, 0)
+    if mantissa and device.converts(k_cache.dtype):
+        mantissa = 0
+    elif mantissa:
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
+    strides = {
+        f"stride_{name}_{axis}": stride
+        for name, tensor, axes in (
+            ("q", q, ("token", "head")),
+            ("k", k_cache, ("block", "slot", "head")),
+            ("v", v_cache, ("block", "slot", "head")),
+            ("out", out, ("token", "head")),
+        )
+        for axis, stride in zip(axes, tensor.stride()[:-1], strict=True)
+    }
     return {
         "q": q,
         "k_cache": k_cache,
@@ -322,106 +337,93 @@ def attend_arguments(
         "sinks": sinks,
         "k_scale": k_scale,
         "v_scale": v_scale,
-        "factor": scale / softcap if softcap else scale * LOG2_E.value,
-        "softcap": softcap * LOG2_E.value if softcap else 0.0,
-        "window": layout.window or 0,
-        "stride_q_token": q.stride(0),
-        "stride_q_head": q.stride(1),
-        "stride_k_block": k_cache.stride(0),
-        "stride_k_slot": k_cache.stride(1),
-        "stride_k_head": k_cache.stride(2),
-        "stride_v_block": v_cache.stride(0),
-        "stride_v_slot": v_cache.stride(1),
-        "stride_v_head": v_cache.stride(2),
-        "stride_out_token": out.stride(0),
-        "stride_out_head": out.stride(1),
+        "scale": scale,
+        "softcap": softcap,
+        "window": window,
+        **strides,
         "stride_table": block_tables.stride(0),
-        "stride_scale": 0 if k_scale is None or k_scale.numel() == 1 else 1,
+        "stride_k_scale": int(k_scale is not None and k_scale.numel() > 1),
+        "stride_v_scale": int(v_scale is not None and v_scale.numel() > 1),
         "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": group,
+        "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
         "BLOCK_D": max(16, power_of_two(head_dim)),
         "BLOCK_SIZE": block_size,
-        "TILE_ROWS": launch.tile_rows,
-        "TILE_KEYS": launch.tile_keys,
-        "HAS_WINDOW": layout.window is not None,
-        "HAS_SOFTCAP": softcap is not None,
-        "HAS_ALIBI": alibi is not None,
-        "HAS_SINKS": sinks is not None,
-        "HAS_SCALES": k_scale is not None,
+        "TILE_ROWS": work.launch.tile_rows,
+        "TILE_KEYS": work.launch.tile_keys,
+        "MANTISSA": mantissa,
         "IS_SPLIT": work.is_split,
         "IS_WIDE": work.is_wide,
-        "num_warps": launch.num_warps,
-        "num_stages": launch.num_stages,
+        "num_warps": work.launch.num_warps,
+        "num_stages": work.launch.num_stages,
+        "enable_fp_fusion": True,
     }
 
 
 def paged_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    alibi: Tensor | None = None,
-    sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-    layout: Layout | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Attend to a paged KV cache."""
-    num_heads, head_dim = q.shape[1:]
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *,
+    scale: float | None = None, window: int | None = None, softcap: float | None = None,
+    alibi: Tensor | None = None, sinks: Tensor | None = None,
+    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    layout: Layout | None = None, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Attend from a ragged batch of queries to their sequences in a paged cache, each query to its past and itself.
+
+    Args:
+        q: `[num_tokens, num_heads, head_dim]` in float32, float16 or bfloat16, last stride 1.
+        k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` in the dtype of `q` or in float8, any strides but
+            the last, which is 1.
+        v_cache: As `k_cache`.
+        block_tables: int32 `[num_seqs, max_blocks]`: each sequence's blocks, in order; only the entries that a length
+            covers are read, and they are not checked.
+        seq_lens: int32 `[num_seqs]`: tokens of each sequence in the cache, of which the last are the queries.
+        cu_seqlens_q: int32 `[num_seqs + 1]`: where each sequence's queries begin in `q`; lengths 1, 40, 1 give
+            0, 1, 41, 42.
+        scale: Factor on the scores, above 0; 1 / sqrt(head_dim) by default.
+        window: A query at i sees a key at j where i - window < j <= i.
+        softcap: Scores s become softcap * tanh(s / softcap).
+        alibi: float32 `[num_heads]`: slopes; slope * (j - i) is added after the cap.
+        sinks: float32 `[num_heads]`: the score of one more key per query, whose value is 0; neither scaled nor capped.
+        k_scale: float32 `[1]` or `[num_kv_heads]`: factor on the keys of a float8 cache.
+        v_scale: As `k_scale`, on the values.
+        layout: What `lay_out` gives for these lengths and this window, once per step; then `seq_lens` and
+            `cu_seqlens_q` are not read, which on a GPU saves a wait.
+        out: Where the result goes: the shape and dtype of `q`, last stride 1.
+
+    Returns:
+        `[num_tokens, num_heads, head_dim]`; 0 where a query sees no key.
+
+    Raises:
+        ValueError: An argument does not fit; it is named.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    others = {"alibi": alibi, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
+    _check(q, k_cache, v_cache, block_tables, out, others)
+    num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k_cache.shape[2]
+    scale = 1 / math.sqrt(head_dim) if scale is None else scale
+    for name, number in (("scale", scale), ("softcap", softcap), ("window", window)):
+        if number is not None and not number > 0:
+            raise ValueError(f"{name} must be above 0, and is {number}")
     if layout is None:
         layout = lay_out(
-            seq_lens,
-            cu_seqlens_q,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            itemsize=k_cache.element_size(),
-            window=window,
-            device=q.device,
-        )
-    if out is None:
-        out = torch.empty_like(q)
-    scale = head_dim**-0.5 if scale is None else scale
-    partial_out = torch.empty((layout.num_partials, num_heads, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty((layout.num_partials, num_heads), dtype=torch.float32, device=q.device)
+            seq_lens, cu_seqlens_q, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
+            dtype=q.dtype, cache_dtype=k_cache.dtype, window=window, device=q.device,
+        )  # fmt: skip
+    _check_layout(layout, q, k_cache, block_tables, window)
+    partials = (layout.num_partials, num_heads)
+    partial_out = torch.empty((*partials, head_dim), dtype=torch.float32, device=q.device)
+    partial_lse = torch.empty(partials, dtype=torch.float32, device=q.device)
     for work in layout.works:
         arguments = attend_arguments(
-            work,
-            layout,
-            q,
-            k_cache,
-            v_cache,
-            out,
-            partial_out,
-            partial_lse,
-            block_tables,
-            scale=scale,
-            softcap=softcap,
-            alibi=alibi,
-            sinks=sinks,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        )
+            work, q, k_cache, v_cache, out, partial_out, partial_lse, block_tables,
+            scale=scale, window=window, softcap=softcap, device=layout.device, **others,
+        )  # fmt: skip
         _attend_kernel[(len(work.items) * num_kv_heads,)](**arguments)
     if len(layout.merges):
         _merge_kernel[(len(layout.merges) * num_heads,)](
-            out,
-            partial_out,
-            partial_lse,
-            layout.merges,
-            *out.stride()[:2],
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=max(16, power_of_two(head_dim)),
-            TILE_SPLITS=16,
-        )
+            out, partial_out, partial_lse, layout.merges, *out.stride()[:2],
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=max(16, power_of_two(head_dim)),
+            TILE_SPLITS=_TILE_SPLITS, enable_fp_fusion=True,
+        )  # fmt: skip
     return out

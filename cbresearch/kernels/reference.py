@@ -51,7 +51,7 @@ def paged_attention(
     Returns:
         `[num_tokens, num_heads, head_dim]` in `dtype`; 0 where a query sees no key.
     """
-    num_heads, head_dim = q.shape[1:]
+    head_dim = q.shape[2]
     num_kv_heads = k_cache.shape[2]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     output = torch.zeros(q.shape, dtype=dtype, device=q.device)
@@ -66,20 +66,23 @@ def paged_attention(
             keys = keys * k_scale.to(dtype).view(-1, 1)
         if v_scale is not None:
             values = values * v_scale.to(dtype).view(-1, 1)
-        keys, values = (x.repeat_interleave(num_heads // num_kv_heads, dim=1) for x in (keys, values))
-        i = torch.arange(length - (end - begin), length, device=q.device)[:, None]
-        j = torch.arange(length, device=q.device)[None]
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end].to(dtype), keys) * scale
+        # The query heads of a KV head are rows of one matrix: [num_kv_heads, queries, group, head_dim].
+        queries = q[begin:end].to(dtype).unflatten(1, (num_kv_heads, -1)).transpose(0, 1)
+        i = torch.arange(length - (end - begin), length, device=q.device)[:, None, None]
+        j = torch.arange(length, device=q.device)
+        scores = (queries.flatten(1, 2) @ keys.permute(1, 2, 0) * scale).view(*queries.shape[:3], length)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
         if alibi is not None:
-            scores = scores + alibi.to(dtype)[:, None, None] * (j - i).to(dtype)
+            scores = scores + alibi.to(dtype).view(num_kv_heads, 1, -1, 1) * (j - i).to(dtype)
         seen = j <= i
         if window is not None:
             seen = seen & (j > i - window)
         scores = scores.masked_fill(~seen, -torch.inf)
         if sinks is not None:
-            scores = torch.cat((scores, sinks.to(dtype)[:, None, None].expand(-1, end - begin, 1)), dim=2)
-        weights = scores.softmax(dim=2)[:, :, :length].masked_fill(~seen, 0)
-        output[begin:end] = torch.einsum("hqk,khd->qhd", weights, values)
+            sink = sinks.to(dtype).view(num_kv_heads, 1, -1, 1).expand(*scores.shape[:3], 1)
+            scores = torch.cat((scores, sink), dim=3)
+        weights = scores.softmax(dim=3)[..., :length].masked_fill(~seen, 0)
+        attended = (weights.flatten(1, 2) @ values.transpose(0, 1)).view(queries.shape)
+        output[begin:end] = attended.transpose(0, 1).flatten(1, 2)
     return output
