@@ -13,9 +13,10 @@ from cbresearch.kernels import reference
 from cbresearch.kernels.layout import lay_out
 from cbresearch.kernels.paged_attention import paged_attention
 
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
-# How a pool may lie in memory: strides of [num_blocks, block_size, num_kv_heads, head_dim] by the order of its axes.
+# How a pool may lie in memory: the order of the axes [num_blocks, block_size, num_kv_heads, head_dim].
 POOLS = {"token major": (0, 1, 2, 3), "head major": (0, 2, 1, 3), "heads outermost": (2, 0, 1, 3)}
 
 

@@ -3,11 +3,12 @@
     python tests/kernel_report.py                 the whole grid, into tests/kernel_code.csv
     python tests/kernel_report.py --only REGEX    rows whose name matches, to the standard output
 
-A row of the grid is named like `sm_90/bf16/d128/g4/narrow`. Kernels are compiled with the very arguments that
-`paged_attention` launches them with.
+A row is named like `sm_90/bf16/d128/g4/narrow`, or with an option `sm_90/bf16/d128/g4/wide/softcap`.
+Kernels are compiled with the very arguments that `paged_attention` launches them with.
 """
 
 import argparse
+import ast
 import csv
 import hashlib
 import inspect
@@ -15,6 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
@@ -38,10 +40,13 @@ TARGETS = {
     "sm_90": (GPUTarget("cuda", 90, 32), Device("cuda", 90, 132)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), Device("hip", 0, 304)),
 }
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = (1, 4, 7, 8)
 KERNELS = {"narrow": 1, "wide": 512}
+OPTIONS = ("window", "softcap", "alibi", "sinks")
+# Shapes beyond the grid: the widest groups, and float32, which has no tensor cores.
+EXTRA = ("bf16/d128/g17", "bf16/d128/g48", "fp32/d64/g4", "fp32/d128/g4")
 NUM_KV_HEADS = 8
 BLOCK_SIZE = 16
 
@@ -87,17 +92,18 @@ class Code:
 
 def grid() -> Iterator[str]:
     """Yield the names of all rows."""
+    shapes = [
+        f"{dtype}/d{size}/g{group}" for dtype in list(DTYPES)[1:] for size in HEAD_DIMS for group in GROUPS
+    ]
     for target in TARGETS:
-        for dtype in DTYPES:
-            for head_dim in HEAD_DIMS:
-                for group in GROUPS:
-                    for kernel in KERNELS:
-                        yield f"{target}/{dtype}/d{head_dim}/g{group}/{kernel}"
+        for kernel in KERNELS:
+            yield from (f"{target}/{shape}/{kernel}" for shape in (*shapes, *EXTRA))
+            yield from (f"{target}/bf16/d128/g4/{kernel}/{option}" for option in OPTIONS)
 
 
-def arguments_of(name: str, **options: Any) -> dict[str, Any]:
+def arguments_of(name: str) -> dict[str, Any]:
     """Return what `paged_attention` would launch for a row, on tensors without memory."""
-    target, dtype, head_dim, group, kernel = name.split("/")
+    target, dtype, head_dim, group, kernel, *chosen = name.split("/")
     device = TARGETS[target][1]
     cache_dtype = DTYPES[dtype]
     dtype = torch.bfloat16 if dtype == "fp8" else cache_dtype
@@ -116,20 +122,26 @@ def arguments_of(name: str, **options: Any) -> dict[str, Any]:
         head_dim=head_dim,
         dtype=dtype,
         cache_dtype=cache_dtype,
+        window=1024 if "window" in chosen else None,
         target=device,
+        split_keys=256,
     )
     (work,) = plan.works
     scales = {"k_scale": None, "v_scale": None}
     if cache_dtype != dtype:
         scales = {name: empty(NUM_KV_HEADS, dtype=torch.float32) for name in scales}
     cache = empty(2048, BLOCK_SIZE, NUM_KV_HEADS, head_dim, dtype=cache_dtype)
-    others = {"scale": head_dim**-0.5, "window": None, "softcap": None, "alibi": None, "sinks": None, **scales}
+    per_head = empty(num_heads, dtype=torch.float32)
+    possible = {"window": 1024, "softcap": 50.0, "alibi": per_head, "sinks": per_head}
+    options = {option: value if option in chosen else None for option, value in possible.items()}
     return paged_attention.attend_arguments(
         work,
         *(empty(num_queries, num_heads, head_dim), cache, cache, empty(num_queries, num_heads, head_dim)),
         *(empty(8, num_heads, head_dim, dtype=torch.float32), empty(8, num_heads, dtype=torch.float32)),
         empty(1, 1024, dtype=torch.int32),
-        **{**others, **options},
+        scale=head_dim**-0.5,
+        **options,
+        **scales,
         device=device,
     )
 
@@ -166,7 +178,9 @@ def read_nvidia(compiled: Any) -> dict[str, int]:
         usage = run(TOOLS / "cuobjdump", "--dump-resource-usage", cubin)
         listing = run(TOOLS / "nvdisasm", "-c", cubin)
     resources = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
-    operations = re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", listing, re.MULTILINE)
+    operations = re.findall(
+        r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", listing, re.MULTILINE
+    )
     loads = [name for name in operations if re.match(r"(LDG|LDGSTS)\.", name)]
     return {
         "registers": resources["REG"],
@@ -203,10 +217,10 @@ def read_amd(compiled: Any) -> dict[str, int]:
     }
 
 
-def measure(name: str, **options: Any) -> Code:
+def measure(name: str) -> Code:
     """Compile one row of the grid and count."""
-    target = TARGETS[name.split("/")[0]][0]
-    arguments = arguments_of(name, **options)
+    target = TARGETS[name.split("/", 1)[0]][0]
+    arguments = arguments_of(name)
     compiled = compile_kernel(paged_attention._attend_kernel, arguments, target)
     numbers = read_nvidia(compiled) if target.backend == "cuda" else read_amd(compiled)
     tile = "{TILE_ROWS}x{TILE_KEYS}/{num_warps}/{num_stages}".format(**arguments)
@@ -214,22 +228,23 @@ def measure(name: str, **options: Any) -> Code:
 
 
 def source_hash() -> str:
-    """Return a hash of all that the machine code depends on in this repository."""
+    """Return a hash of all that the machine code depends on in this repository, whatever its formatting."""
     parts = [
         *(paged_attention._tanh, paged_attention._attend_tile, paged_attention._attend_kernel),
-        *(float8.decode, layout.choose_launch, paged_attention.attend_arguments),
+        *(float8.decode, layout.choose_launch, layout.Device.converts, paged_attention.attend_arguments),
     ]
-    text = "\n".join(inspect.getsource(getattr(part, "fn", part)) for part in parts)
+    sources = [textwrap.dedent(inspect.getsource(getattr(part, "fn", part))) for part in parts]
+    text = "\n".join(ast.dump(ast.parse(source)) for source in sources)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def write_table(file: TextIO, names: list[str]) -> None:
-    """Measure rows and write them, below a line that says of what and by which Triton."""
+def write_table(file: TextIO, names: list[str], known: dict[str, Code]) -> None:
+    """Write rows, measured unless known, below a line that says of what and by which Triton."""
     file.write(f"# triton {triton.__version__}, source {source_hash()}\n")
     writer = csv.DictWriter(file, [field.name for field in fields(Code)], lineterminator="\n")
     writer.writeheader()
     for name in tqdm(names):
-        writer.writerow(asdict(measure(name)))
+        writer.writerow(asdict(known.get(name) or measure(name)))
         file.flush()
 
 
@@ -246,14 +261,20 @@ def read_table(path: Path = TABLE) -> tuple[dict[str, str], dict[str, Code]]:
 
 def main() -> None:
     """Write the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", help="a regular expression: print the rows whose names match")
     options = parser.parse_args()
     if options.only:
-        write_table(sys.stdout, [name for name in grid() if re.search(options.only, name)])
-    else:
-        with TABLE.open("w") as file:
-            write_table(file, list(grid()))
+        write_table(sys.stdout, [name for name in grid() if re.search(options.only, name)], {})
+        return
+    # An interrupted run goes on where it was.
+    stamp, known = read_table() if TABLE.exists() else ({}, {})
+    if stamp != {"triton": triton.__version__, "source": source_hash()}:
+        known = {}
+    with TABLE.open("w") as file:
+        write_table(file, list(grid()), known)
 
 
 if __name__ == "__main__":

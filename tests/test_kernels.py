@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import FLOAT8, POOLS, Case, layout_of, make, oracle, random_case, run
+from kernel_cases import BITS, FLOAT8, POOLS, Batch, Case, layout_of, make, oracle, random_case, run
 from torch import Tensor
 
 from cbresearch.kernels import paged_attention as module
@@ -53,11 +53,22 @@ def launches(monkeypatch) -> Counter:
     return counts
 
 
+def reordered(batch: Batch, order: int) -> Batch:
+    """Return a batch of the same scores, summed in another order; order 0 is its own."""
+    q, k_cache, *rest = batch.tensors
+    if order:
+        places = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(order))
+        q = q[..., places]
+        k_cache = k_cache.view(BITS[k_cache.element_size()])[..., places].view(k_cache.dtype)
+    return Batch((q, k_cache, *rest), batch.options)
+
+
 def assert_as_exact_as_pytorch(cases: Sequence[Case]) -> None:
     """Hold the kernel's error to twice that of PyTorch in the same precision, both against float64.
 
-    In each case the largest error may be a rounding of the result more, since on a few numbers PyTorch may
-    happen to be exact. Over all cases together the root mean square has no such allowance.
+    On a case of few numbers PyTorch may happen to be exact, so its largest error is the worst over three
+    orders of summation, and the kernel may add one rounding of the result. Over all cases together the
+    root mean square has no such allowance.
     """
     ours = theirs = 0.0
     for case in cases:
@@ -66,13 +77,15 @@ def assert_as_exact_as_pytorch(cases: Sequence[Case]) -> None:
         result = run(case, batch)
         assert result.isfinite().all(), case
         error = (result.double() - exact).abs()
-        error_of_pytorch = (oracle(case, batch, case.dtype).double() - exact).abs()
+        errors_of_pytorch = [
+            (oracle(case, reordered(batch, order), case.dtype).double() - exact).abs() for order in range(3)
+        ]
         rounding = torch.finfo(case.dtype).eps * float(exact.abs().max())
-        assert float(error.max()) <= 2 * float(error_of_pytorch.max()) + rounding, case
+        assert float(error.max()) <= 2 * max(float(each.max()) for each in errors_of_pytorch) + rounding, case
         # Relative to the format, so that a float16 case does not drown the others.
         scale = torch.finfo(case.dtype).eps ** -2
         ours += float(error.square().mean()) * scale
-        theirs += float(error_of_pytorch.square().mean()) * scale
+        theirs += float(errors_of_pytorch[0].square().mean()) * scale
     assert math.sqrt(ours) <= 2 * math.sqrt(theirs)
 
 
@@ -125,7 +138,7 @@ def test_a_window_of_4_at_length_9_sees_four_keys(launches):
     batch = make(case)
     values = torch.zeros(9, 1, 16)
     values[range(9), 0, range(9)] = 1
-    q, k_cache, v_cache, tables, *_ = batch.tensors
+    _, k_cache, v_cache, tables, *_ = batch.tensors
     for row in tables:
         k_cache[row[0], :9] = 0
         v_cache[row[0], :9] = values
@@ -140,7 +153,9 @@ def test_a_window_of_4_at_length_9_sees_four_keys(launches):
 
 @pytest.mark.parametrize("queries", [1, 20])
 def test_a_soft_cap_holds_scores_of_ten_thousand(queries):
-    case = Case([40], [queries], group=2, head_dim=16, query_scale=1e4, options={"softcap": 50.0, "scale": 1.0})
+    case = Case(
+        [40], [queries], group=2, head_dim=16, query_scale=1e4, options={"softcap": 50.0, "scale": 1.0}
+    )
     scores = torch.einsum("qhd,bskd->hqbs", make(case).tensors[0], make(case).tensors[1].nan_to_num(0))
     assert scores.max() > 1e4 and scores.min() < -1e4
     assert_as_exact_as_pytorch([case])
@@ -150,7 +165,10 @@ def test_a_soft_cap_holds_scores_of_ten_thousand(queries):
 
 def test_small_scores_keep_their_digits_below_a_soft_cap():
     assert_as_exact_as_pytorch(
-        [Case([40], [20], group=2, query_scale=scale, options={"softcap": 50.0}) for scale in (0.01, 1.0, 30.0)]
+        [
+            Case([40], [20], group=2, query_scale=scale, options={"softcap": 50.0})
+            for scale in (0.01, 1.0, 30.0)
+        ]
     )
 
 
@@ -181,20 +199,20 @@ def test_what_sees_no_key_is_zero_and_leaves_its_neighbours_alone(options):
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 50, "sinks": True, "alibi": True}])
-@pytest.mark.parametrize("queries", [1, 40])
+@pytest.mark.parametrize("queries", [1, 5])
 def test_the_number_of_splits_does_not_change_the_answer(queries, options, launches):
-    whole = Case([160, 30], [queries, 1], group=4, head_dim=16, options=options)
+    whole = Case([150, 20], [queries, 1], group=4, head_dim=16, options=options)
     expected = run(whole)
     assert "merge" not in launches
-    numbers = set()
-    for keys in (16, 32, 48, 64, 128):
-        case = replace(whole, split_keys=keys)
-        numbers.add(layout_of(case).num_partials)
-        assert "split" in branches(case) or keys == 128
-        # Two roundings for each of the two: of the parts and of their sum.
+    cases = [replace(whole, split_keys=keys) for keys in (16, 32, 48, 64)]
+    assert len({layout_of(case).num_partials for case in cases}) >= 3
+    for case in cases:
+        before = launches["merge"]
+        # Two roundings on either side: of the parts and of their sum.
         torch.testing.assert_close(run(case), expected, rtol=0, atol=4 * torch.finfo(torch.float32).eps)
-        assert_as_exact_as_pytorch([case])
-    assert len(numbers) >= 4 and launches["merge"]
+        assert (launches["merge"] > before) == bool(layout_of(case).num_partials)
+    assert_as_exact_as_pytorch(cases)
+    assert ("wide" in launches) == (queries > 1)
 
 
 def test_more_splits_than_one_tile_of_the_merge_are_merged():
@@ -251,7 +269,7 @@ def retyped(tensors: list[Tensor], place: int, change) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("place", "change", "message"),
     [
-        (0, lambda t: t.double(), "^q must be .* float64"),
+        (0, lambda t: t.double(), "^q must be .*float64"),
         (0, lambda t: t[0], "^q must be .* shape"),
         (0, lambda t: t[:, :3], "^q has 3 heads"),
         (0, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "^q must have a last stride of 1"),

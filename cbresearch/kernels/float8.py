@@ -1,6 +1,7 @@
-"""Float8 in integer arithmetic, for the devices and the interpreter whose own conversions are missing or inexact.
+"""Float8 in integer arithmetic, for where Triton's own conversions are missing or inexact.
 
-Both formats of torch are known by their mantissa bits: 3 is e4m3fn (bias 7, no infinity), 2 is e5m2 (bias 15).
+Both formats of torch are known by their mantissa bits: 3 is e4m3fn (bias 7, no infinity), 2 is e5m2
+(bias 15). Ampere converts no e4m3, and the interpreter neither rounds to even nor to subnormals.
 """
 
 import torch
@@ -27,13 +28,15 @@ def encode(b_value, MANTISSA: tl.constexpr):
     """Return uint8 of a float32 tile: nearest, ties to even, finite values beyond the range saturate."""
     LARGEST: tl.constexpr = 448.0 if MANTISSA == 3 else 57344.0
     BIAS: tl.constexpr = 7 if MANTISSA == 3 else 15
-    # Added to a subnormal, this leaves the multiple of the smallest step in the low bits, rounded by the adder.
+    # Added to a subnormal, this leaves its multiple of the smallest step in the low bits, rounded to even.
     MAGIC: tl.constexpr = 2.0 ** (24 - BIAS - MANTISSA)
     b_sign = (b_value.to(tl.uint32, bitcast=True) >> 24) & 0x80
     b_size = tl.minimum(tl.abs(b_value), LARGEST)
     b_bits = b_size.to(tl.uint32, bitcast=True)
     b_odd = (b_bits >> (23 - MANTISSA)) & 1
-    b_normal = ((b_bits + ((1 << (22 - MANTISSA)) - 1) + b_odd) >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA)
+    b_normal = ((b_bits + ((1 << (22 - MANTISSA)) - 1) + b_odd) >> (23 - MANTISSA)) - (
+        (127 - BIAS) << MANTISSA
+    )
     b_step = (b_size + MAGIC).to(tl.uint32, bitcast=True) & 0xFF
     b_code = tl.where(b_size < 2.0 ** (1 - BIAS), b_step, b_normal)
     b_code = tl.where(b_value != b_value, 0x7F, b_code)

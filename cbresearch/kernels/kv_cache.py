@@ -1,7 +1,7 @@
 """Move keys and values into, within, between and out of paged pools, in Triton.
 
-A pool is `[num_blocks, block_size, num_kv_heads, head_dim]` with any strides but the last, which is 1. Names in the
-kernels are as in `paged_attention`.
+A pool is `[num_blocks, block_size, num_kv_heads, head_dim]` with any strides but the last, which is 1. Names
+in the kernels are as in `paged_attention`.
 """
 
 import torch
@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cbresearch.kernels import float8
+from cbresearch.kernels.checks import check_devices, check_pool, check_scale
 from cbresearch.kernels.layout import power_of_two
 
 # Whole elements are moved as integers, so that every bit pattern survives.
@@ -18,8 +19,9 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @triton.jit
 def _write_one(
-    source, cache, scales, i_token, i_slot, stride_token, stride_source_head, stride_block, stride_slot, stride_head,
-    stride_scale, NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr,
+    source, cache, scales, i_token, i_slot,
+    stride_token, stride_source_head, stride_block, stride_slot, stride_head, stride_scale,
+    NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_HEADS: tl.constexpr,
     BLOCK_D: tl.constexpr, MANTISSA: tl.constexpr,
 ):  # fmt: skip
     """Write the heads of one token into its slot of one pool."""
@@ -27,7 +29,9 @@ def _write_one(
     o_d = tl.arange(0, BLOCK_D)
     m_head = o_head < NUM_HEADS
     m = m_head[:, None] & (o_d < HEAD_DIM)[None, :]
-    p_source = source + i_token * stride_token + o_head.to(tl.int64)[:, None] * stride_source_head + o_d[None, :]
+    p_source = (
+        source + i_token * stride_token + o_head.to(tl.int64)[:, None] * stride_source_head + o_d[None, :]
+    )
     b = tl.load(p_source, mask=m, other=0)
     if MANTISSA:
         b = b.to(tl.float32)
@@ -132,26 +136,6 @@ def _stride_of_scale(*scales: Tensor | None) -> int:
     return int(any(scale is not None and scale.numel() > 1 for scale in scales))
 
 
-def _check_pool(name: str, cache: Tensor) -> None:
-    if cache.dim() != 4 or cache.stride(3) != 1:
-        raise ValueError(
-            f"{name} must be [num_blocks, block_size, num_kv_heads, head_dim] with a last stride of 1, and "
-            f"has shape {tuple(cache.shape)} and strides {cache.stride()}"
-        )
-
-
-def _check_scale(name: str, scale: Tensor | None, cache: Tensor) -> None:
-    if scale is None:
-        return
-    if cache.dtype not in float8.MANTISSA_BITS:
-        raise ValueError(f"{name} is for a float8 cache, and this one is {cache.dtype}")
-    if scale.dtype != torch.float32 or scale.numel() not in (1, cache.shape[2]) or not scale.is_contiguous():
-        raise ValueError(
-            f"{name} must be contiguous float32 with 1 or {cache.shape[2]} elements, and is {scale.dtype} "
-            f"of shape {tuple(scale.shape)}"
-        )
-
-
 def write(
     k: Tensor,
     v: Tensor,
@@ -169,7 +153,7 @@ def write(
         v: As `k`.
         k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, any strides but the last, which is 1.
         v_cache: As `k_cache`.
-        slot_mapping: int64 or int32 `[num_tokens]`: block * block_size + place in it; a negative slot is skipped.
+        slot_mapping: int64 or int32 `[num_tokens]`: block * block_size + place in it; below 0 is skipped.
         k_scale: float32 `[1]` or `[num_kv_heads]`, for a float8 cache.
         v_scale: As `k_scale`.
 
@@ -177,8 +161,8 @@ def write(
         ValueError: An argument does not fit; it is named.
     """
     mantissa = float8.MANTISSA_BITS.get(k_cache.dtype, 0)
-    _check_pool("k_cache", k_cache)
-    _check_pool("v_cache", v_cache)
+    check_pool("k_cache", k_cache)
+    check_pool("v_cache", v_cache)
     if v_cache.dtype != k_cache.dtype or v_cache.shape != k_cache.shape:
         raise ValueError("v_cache must have the dtype and the shape of k_cache")
     for name, new in (("k", k), ("v", v)):
@@ -191,14 +175,10 @@ def write(
             raise ValueError(f"{name} is {new.dtype}, and the cache {k_cache.dtype}")
     if slot_mapping.dtype not in (torch.int32, torch.int64) or not slot_mapping.is_contiguous():
         raise ValueError("slot_mapping must be contiguous int32 or int64")
-    _check_scale("k_scale", k_scale, k_cache)
-    _check_scale("v_scale", v_scale, v_cache)
-    for name, other in (
-        ("v", v), ("k_cache", k_cache), ("v_cache", v_cache), ("slot_mapping", slot_mapping),
-        ("k_scale", k_scale), ("v_scale", v_scale),
-    ):  # fmt: skip
-        if other is not None and other.device != k.device:
-            raise ValueError(f"{name} is on {other.device}, and k on {k.device}")
+    check_scale("k_scale", k_scale, k_cache)
+    check_scale("v_scale", v_scale, v_cache)
+    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slot_mapping}
+    check_devices({**tensors, "k_scale": k_scale, "v_scale": v_scale}, "k")
     if not len(slot_mapping):
         return
     _write_kernel[(len(slot_mapping),)](
@@ -227,7 +207,7 @@ def _check_pairs(block_pairs: Tensor, source: Tensor, target: Tensor) -> None:
         )
     sources, targets = block_pairs.unbind(1)
     for name, blocks, pool in (("source", sources, source), ("target", targets, target)):
-        if len(blocks) and not (0 <= int(blocks.min()) and int(blocks.max()) < len(pool)):
+        if len(blocks) and (int(blocks.min()) < 0 or int(blocks.max()) >= len(pool)):
             raise ValueError(f"block_pairs names a {name} block that is not among 0 to {len(pool) - 1}")
     if len(torch.unique(targets)) < len(targets):
         raise ValueError("block_pairs writes one block twice")
@@ -261,8 +241,8 @@ def swap_blocks(source: Tensor, target: Tensor, block_pairs: Tensor) -> None:
     Raises:
         ValueError: An argument does not fit; it is named.
     """
-    _check_pool("source", source)
-    _check_pool("target", target)
+    check_pool("source", source)
+    check_pool("target", target)
     if source.shape[1:] != target.shape[1:] or source.dtype != target.dtype:
         raise ValueError("source and target must have the same dtype and the same shape of a block")
     _check_pairs(block_pairs, source, target)
@@ -270,8 +250,8 @@ def swap_blocks(source: Tensor, target: Tensor, block_pairs: Tensor) -> None:
         return
     if source.device != target.device:
         sources, targets = block_pairs.long().unbind(1)
-        blocks = source.index_select(0, sources.to(source.device)).to(target.device)
-        target.index_copy_(0, targets.to(target.device), blocks)
+        blocks = _bits(source).index_select(0, sources.to(source.device)).to(target.device)
+        _bits(target).index_copy_(0, targets.to(target.device), blocks)
         return
     block_size = source.shape[1]
     _copy_kernel[(len(block_pairs) * block_size,)](
@@ -304,13 +284,15 @@ def gather(
     Raises:
         ValueError: An argument does not fit; it is named.
     """
-    _check_pool("cache", cache)
-    _check_scale("scale", scale, cache)
+    check_pool("cache", cache)
+    check_scale("scale", scale, cache)
     mantissa = float8.MANTISSA_BITS.get(cache.dtype, 0)
     if dtype is not None and not mantissa and dtype != cache.dtype:
         raise ValueError(f"dtype is {dtype}, and the cache {cache.dtype}: only float8 is converted")
     if not 0 <= length <= len(block_table) * cache.shape[1]:
-        raise ValueError(f"length is {length}, and block_table covers 0 to {len(block_table) * cache.shape[1]}")
+        raise ValueError(
+            f"length is {length}, and block_table covers 0 to {len(block_table) * cache.shape[1]}"
+        )
     if block_table.dtype != torch.int32 or block_table.dim() != 1 or not block_table.is_contiguous():
         raise ValueError("block_table must be contiguous int32 [max_blocks]")
     shape = (length, *cache.shape[2:])

@@ -27,7 +27,7 @@ class Device:
 
     Attributes:
         backend: "cuda", "hip", or "interpreter".
-        arch: Compute capability times ten on NVIDIA (90 is Hopper); 0 elsewhere.
+        arch: Compute capability times ten on NVIDIA: 90 is Hopper, as which the interpreter poses; 0 on AMD.
         num_multiprocessors: Units that run programs side by side.
     """
 
@@ -37,14 +37,13 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> "Device":
-        """Describe a torch device; anything but a GPU means the interpreter, which runs one program at a time."""
+        """Describe a torch device; anything but a GPU means the interpreter and its one program at a time."""
         if device.type != "cuda":
-            return cls("interpreter", 0, 1)
+            return cls("interpreter", 90, 1)
         properties = torch.cuda.get_device_properties(device)
         if torch.version.hip:
             return cls("hip", 0, properties.multi_processor_count)
         return cls("cuda", properties.major * 10 + properties.minor, properties.multi_processor_count)
-
 
     def converts(self, dtype: torch.dtype) -> bool:
         """Tell whether kernels may load a float8 dtype as it is; NVIDIA learned e4m3 with capability 8.9."""
@@ -58,7 +57,7 @@ class Launch:
     """Hold the launch choices for one kernel.
 
     Attributes:
-        tile_rows: Rows of a query tile: queries times the query heads of one KV head, padded to a power of two.
+        tile_rows: Rows of a query tile: queries times the query heads of a KV head, up to a power of two.
         tile_keys: Keys of a K/V tile.
         num_warps: Warps of a program.
         num_stages: Depth of the software pipeline over K/V tiles.
@@ -75,7 +74,9 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
-def choose_launch(head_dim: int, group: int, num_queries: int, itemsize: int, device: Device) -> Launch:
+def choose_launch(
+    head_dim: int, group: int, num_queries: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: Device
+) -> Launch:
     """Choose tile sizes, warps and stages.
 
     A decode is bound by bandwidth: its tile is as narrow as tensor cores allow (16 rows) and small, so that
@@ -86,20 +87,39 @@ def choose_launch(head_dim: int, group: int, num_queries: int, itemsize: int, de
         head_dim: Elements of a head.
         group: Query heads of one KV head.
         num_queries: Most queries of a sequence in this launch.
-        itemsize: Bytes of a query's element, in which tiles are multiplied.
+        dtype: Of the queries, in which tiles are multiplied.
+        cache_dtype: Of the cache.
         device: Where it runs.
     """
     narrow_rows = max(16, power_of_two(group))
+    rows = power_of_two(num_queries * group)
     width = max(16, power_of_two(head_dim))
-    if num_queries * group <= narrow_rows:
-        return Launch(narrow_rows, 16, 4, 1 if device.backend == "hip" else 3)
-    most_rows = 128
-    if width > 128 and device.arch < 90:
-        most_rows = 64
-    tile_rows = max(narrow_rows, min(power_of_two(num_queries * group), most_rows))
-    if device.backend == "hip":
-        return Launch(tile_rows, 32, 4, 1)
-    return Launch(tile_rows, 64 if width <= 128 else 32, 8, 3)
+    is_hip = device.backend == "hip"
+    # Without tensor cores, and where float8 is decoded bit by bit, operands take more registers. The
+    # interpreter has none, and its float32 stands in for the half precisions.
+    is_exact = dtype == torch.float32 and device.backend != "interpreter"
+    is_decoded = cache_dtype.itemsize == 1 and not device.converts(cache_dtype) and device.backend == "cuda"
+    if rows <= narrow_rows:
+        # Each of 128 threads loads 16 bytes of K and of V; of float8 twice 16, since a pipeline, which keeps
+        # the next 16 under way, would shorten its loads of V to 8.
+        is_byte = cache_dtype.itemsize == 1
+        tile_bytes = 128 * 16 * (2 if is_byte else 1)
+        tile_keys = max(16, tile_bytes // (width * cache_dtype.itemsize))
+        return Launch(narrow_rows, tile_keys, 4, 1 if is_hip or is_exact or is_byte else 3)
+    if is_exact:
+        return Launch(max(narrow_rows, min(rows, 32)), 16, 4, 1)
+    if is_hip:
+        return Launch(max(narrow_rows, min(rows, 128 if width <= 128 else 64)), 32, 4, 1)
+    if is_decoded:
+        small = width > 128
+        return Launch(
+            max(narrow_rows, min(rows, 32 if small else 64)), 32 if small else 64, 4 if small else 8, 1
+        )
+    if device.arch < 90:
+        return Launch(
+            max(narrow_rows, min(rows, 128 if width <= 128 else 64)), 64 if width <= 128 else 32, 8, 2
+        )
+    return Launch(max(narrow_rows, min(rows, 128)), 64 if width <= 128 else 32, 8, 3)
 
 
 def choose_split_keys(num_keys: np.ndarray, num_heads: int, programs: int) -> int:
@@ -196,7 +216,7 @@ def lay_out(
     once for all of them. Tiles come longest first, so that no long one starts last.
 
     Args:
-        seq_lens: `[num_seqs]`: tokens of each sequence, those of this call included. Best on the host already.
+        seq_lens: `[num_seqs]`: tokens of each sequence, those of this call included. On the host, at best.
         cu_seqlens_q: `[num_seqs + 1]`: where each sequence's queries begin among all.
         num_heads: Query heads.
         num_kv_heads: KV heads.
@@ -220,7 +240,8 @@ def lay_out(
         raise ValueError(f"cu_seqlens_q must rise from 0 in {len(lens) + 1} steps, and is {cu.tolist()}")
     counts = np.diff(cu)
     group = num_heads // num_kv_heads
-    narrow_rows = choose_launch(head_dim, group, 1, dtype.itemsize, target).tile_rows
+    cache_dtype = cache_dtype or dtype
+    narrow_rows = choose_launch(head_dim, group, 1, dtype, cache_dtype, target).tile_rows
     planned: list[tuple[Launch, np.ndarray, bool]] = []
     merges = [np.empty((0, len(MERGE_FIELDS)), np.int64)]
     num_partials = 0
@@ -228,12 +249,12 @@ def lay_out(
         sequences = np.flatnonzero((counts > 0) & ((counts * group > narrow_rows) == is_wide))
         if not len(sequences):
             continue
-        launch = choose_launch(head_dim, group, int(counts[sequences].max()), dtype.itemsize, target)
+        launch = choose_launch(head_dim, group, int(counts[sequences].max()), dtype, cache_dtype, target)
         tiles = _tiles(sequences, lens, cu, launch.tile_rows // group, window)
         length = split_keys or choose_split_keys(
             tiles["end"] - tiles["begin"],
             num_kv_heads,
-            resident_programs(launch, head_dim, (cache_dtype or dtype).itemsize, is_wide, target),
+            resident_programs(launch, head_dim, cache_dtype.itemsize, is_wide, target),
         )
         items, merged, num_partials = _split(tiles, length, launch.tile_keys, num_partials)
         planned.append((launch, items, is_wide))

@@ -1,8 +1,8 @@
 """Attention over a paged KV cache for a ragged batch of decodes and prefill chunks, in Triton.
 
-In the kernels a prefix says what a name is: `i_` an index, `o_` offsets, `p_` pointers, `b_` a tile, `m_` a mask.
-A score becomes a weight by exp2(unit * (score - maximum)): `unit` turns it into log2, of which the hardware has the
-exponential, and includes the scale where nothing else was done to the score.
+In the kernels a prefix says what a name is: `i_` an index, `o_` offsets, `p_` pointers, `b_` a tile, `m_` a
+mask. A score becomes a weight by exp2(unit * (score - maximum)): `unit` turns it into log2, of which the
+hardware has the exponential, and includes the scale where nothing else was done to the score.
 """
 
 import math
@@ -14,23 +14,26 @@ import triton.language as tl
 from torch import Tensor
 
 from cbresearch.kernels import float8
+from cbresearch.kernels.checks import check_layout, check_tensors
 from cbresearch.kernels.layout import Device, Layout, Work, lay_out, power_of_two
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TILE_SPLITS = 16
 
 
 @triton.jit
-def _tanh(b_z):
-    """Return tanh, finite for any argument and in float32 as exact as the argument."""
+def _tanh(b_z, EXACT: tl.constexpr):
+    """Return tanh, finite for any argument; EXACT keeps the relative precision of float32 around 0."""
     # 1 - 2 / (exp(2z) + 1) rather than a quotient of sums, which is NaN where exp overflows.
-    b_far = 1.0 - 2.0 / (tl.exp2(b_z * (2.0 * LOG2_E)) + 1.0)
-    # Around 0 that difference loses its digits; the continued fraction of tanh does not.
-    b_square = tl.minimum(b_z * b_z, 1.0)
-    b_near = b_z * (945.0 + b_square * (105.0 + b_square)) / (945.0 + b_square * (420.0 + 15.0 * b_square))
-    return tl.where(tl.abs(b_z) < 0.5, b_near, b_far)
+    b_tanh = 1.0 - 2.0 / (tl.exp2(b_z * (2.0 * LOG2_E)) + 1.0)
+    if EXACT:
+        # Near 0 that difference loses its digits; the continued fraction of tanh does not.
+        b_square = tl.minimum(b_z * b_z, 1.0)
+        b_above = b_z * (945.0 + b_square * (105.0 + b_square))
+        b_below = 945.0 + b_square * (420.0 + 15.0 * b_square)
+        b_tanh = tl.where(tl.abs(b_z) < 0.5, b_above / b_below, b_tanh)
+    return b_tanh
 
 
 @triton.jit
@@ -63,13 +66,14 @@ def _attend_tile(
     o_k = (i_block * stride_k_block + o_slot * stride_k_slot)[:, None]
     o_v = (i_block * stride_v_block + o_slot * stride_v_slot)[:, None]
     m_d = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    ZERO: tl.constexpr = 0 if MANTISSA else 0.0
     # Unwritten slots may hold NaN, which a weight of 0 does not undo: they are never read.
     if MASKED:
-        b_k = tl.load(p_k + o_k, mask=m_key[:, None] & m_d, other=0)  # [TILE_KEYS, BLOCK_D]
-        b_v = tl.load(p_v + o_v, mask=m_key[:, None] & m_d, other=0)
+        b_k = tl.load(p_k + o_k, mask=m_key[:, None] & m_d, other=ZERO)  # [TILE_KEYS, BLOCK_D]
+        b_v = tl.load(p_v + o_v, mask=m_key[:, None] & m_d, other=ZERO)
     elif HEAD_DIM < BLOCK_D:
-        b_k = tl.load(p_k + o_k, mask=m_d, other=0)
-        b_v = tl.load(p_v + o_v, mask=m_d, other=0)
+        b_k = tl.load(p_k + o_k, mask=m_d, other=ZERO)
+        b_v = tl.load(p_v + o_v, mask=m_d, other=ZERO)
     else:
         b_k = tl.load(p_k + o_k)
         b_v = tl.load(p_v + o_v)
@@ -78,7 +82,7 @@ def _attend_tile(
         b_v = float8.decode(b_v, MANTISSA)
     b_score = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
     if softcap is not None:
-        b_score = softcap * _tanh(b_score * (scale / softcap))
+        b_score = softcap * _tanh(b_score * (scale / softcap), b_q.dtype == tl.float32)
     elif b_slope is not None:
         b_score = b_score * scale
     if b_slope is not None:
@@ -116,8 +120,8 @@ def _attend_kernel(
 ):  # fmt: skip
     """Attend with one query tile of one KV head to one range of keys; a program per item and KV head.
 
-    A tile's rows are the queries of the item times the query heads of the KV head. A partial result is normalised;
-    beside it goes the log2 of its softmax's denominator.
+    A tile's rows are the queries of the item times the query heads of the KV head. A partial result is
+    normalised; beside it goes the log2 of its softmax's denominator.
     """
     # The heads of an item follow one another, so that the longest items of all heads start first.
     i_kv_head = tl.program_id(0) % NUM_KV_HEADS
@@ -169,15 +173,17 @@ def _attend_kernel(
         for o_begin in range(first, whole, TILE_KEYS):
             b_acc, b_sum, b_max = _attend_tile(
                 b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
-                stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, o_position, b_slope, scale, unit, softcap,
-                window, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MANTISSA, MASKED=False,
+                stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
+                o_position, b_slope, scale, unit, softcap, window,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MANTISSA, MASKED=False,
             )  # fmt: skip
         first = whole
     for o_begin in range(first, end, TILE_KEYS):
         b_acc, b_sum, b_max = _attend_tile(
             b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
-            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot, o_position, b_slope, scale, unit, softcap,
-            window, HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MANTISSA, MASKED=True,
+            stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
+            o_position, b_slope, scale, unit, softcap, window,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MANTISSA, MASKED=True,
         )  # fmt: skip
 
     # A row that saw no key has an accumulator of 0, and stays there.
@@ -232,80 +238,25 @@ def _merge_kernel(
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
 
 
-def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, out: Tensor, others: dict[str, Tensor | None]
-) -> None:
-    """Raise a ValueError that names the first argument whose dtype, shape, stride or device does not fit."""
-    if q.dim() != 3 or q.dtype not in _DTYPES:
-        raise ValueError(
-            f"q must be [num_tokens, num_heads, head_dim] in float32, float16 or bfloat16, and is {q.dtype} of "
-            f"shape {tuple(q.shape)}"
-        )
-    num_heads, head_dim = q.shape[1:]
-    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
-        if cache.dim() != 4 or cache.shape[3] != head_dim or cache.shape != k_cache.shape or not cache.shape[2]:
-            raise ValueError(
-                f"{name} must be [num_blocks, block_size, num_kv_heads, {head_dim}] like its twin, and has shape "
-                f"{tuple(cache.shape)}"
-            )
-        if cache.dtype not in (q.dtype, *float8.MANTISSA_BITS) or cache.dtype != k_cache.dtype:
-            raise ValueError(f"{name} is {cache.dtype}: it must be {q.dtype} as q is, or float8, like its twin")
-    num_kv_heads = k_cache.shape[2]
-    if num_heads % num_kv_heads:
-        raise ValueError(f"q has {num_heads} heads, which is no multiple of the {num_kv_heads} of k_cache")
-    if out.shape != q.shape or out.dtype != q.dtype:
-        raise ValueError(f"out must be {q.dtype} of shape {tuple(q.shape)}, and is {out.dtype} of {tuple(out.shape)}")
-    for name, tensor in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("out", out)):
-        if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} must have a last stride of 1, and its strides are {tensor.stride()}")
-    if block_tables.dim() != 2 or block_tables.dtype != torch.int32 or block_tables.stride(1) != 1:
-        raise ValueError(
-            f"block_tables must be int32 [num_seqs, max_blocks] with a last stride of 1, and is "
-            f"{block_tables.dtype} of shape {tuple(block_tables.shape)} and strides {block_tables.stride()}"
-        )
-    sizes = {"alibi": (num_heads,), "sinks": (num_heads,)}
-    for name, tensor in others.items():
-        wanted = sizes.get(name, (1, num_kv_heads))
-        if tensor is not None and (
-            tensor.dtype != torch.float32 or tensor.numel() not in wanted or not tensor.is_contiguous()
-        ):
-            raise ValueError(
-                f"{name} must be contiguous float32 with {' or '.join(map(str, wanted))} elements, and is "
-                f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            )
-    named = {"k_cache": k_cache, "v_cache": v_cache, "block_tables": block_tables, "out": out, **others}
-    for name, tensor in named.items():
-        if tensor is not None and tensor.device != q.device:
-            raise ValueError(f"{name} is on {tensor.device}, and q on {q.device}")
-
-
-def _check_layout(
-    layout: Layout, q: Tensor, k_cache: Tensor, block_tables: Tensor, window: int | None
-) -> None:
-    """Raise a ValueError that names what does not fit the lengths."""
-    num_tokens, num_heads, head_dim = q.shape
-    if layout.num_tokens != num_tokens:
-        raise ValueError(f"cu_seqlens_q ends at {layout.num_tokens}, and q has {num_tokens} tokens")
-    if layout.num_seqs != len(block_tables):
-        raise ValueError(f"block_tables has {len(block_tables)} rows, and seq_lens {layout.num_seqs}")
-    needed = -(-layout.longest // k_cache.shape[1])
-    if needed > block_tables.shape[1]:
-        raise ValueError(
-            f"block_tables has {block_tables.shape[1]} blocks per sequence, and a length of {layout.longest} in "
-            f"seq_lens needs {needed}"
-        )
-    heads = (num_heads, k_cache.shape[2], head_dim)
-    if layout.heads != heads or layout.window != window:
-        raise ValueError(
-            f"layout is for heads of {layout.heads} and a window of {layout.window}, not of {heads} and {window}"
-        )
-
-
 def attend_arguments(
-    work: Work, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, partial_out: Tensor, partial_lse: Tensor,
-    block_tables: Tensor, *, scale: float, window: int | None, softcap: float | None, alibi: Tensor | None,
-    sinks: Tensor | None, k_scale: Tensor | None, v_scale: Tensor | None, device: Device,
-) -> dict[str, Any]:  # fmt: skip
+    work: Work,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    out: Tensor,
+    partial_out: Tensor,
+    partial_lse: Tensor,
+    block_tables: Tensor,
+    *,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    alibi: Tensor | None,
+    sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    device: Device,
+) -> dict[str, Any]:
     """Return the arguments of one launch of the attention kernel by name, the launch options included."""
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
@@ -361,29 +312,30 @@ def attend_arguments(
 
 
 def paged_attention(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *,
     scale: float | None = None, window: int | None = None, softcap: float | None = None,
     alibi: Tensor | None = None, sinks: Tensor | None = None,
     k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     layout: Layout | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attend from a ragged batch of queries to their sequences in a paged cache, each query to its past and itself.
+    """Attend from a ragged batch of queries to a paged cache, each query to its sequence up to itself.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]` in float32, float16 or bfloat16, last stride 1.
-        k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` in the dtype of `q` or in float8, any strides but
-            the last, which is 1.
+        k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` in the dtype of `q` or in float8, any
+            strides but the last, which is 1.
         v_cache: As `k_cache`.
-        block_tables: int32 `[num_seqs, max_blocks]`: each sequence's blocks, in order; only the entries that a length
-            covers are read, and they are not checked.
+        block_tables: int32 `[num_seqs, max_blocks]`: each sequence's blocks, in order; only the entries that
+            a length covers are read, and they are not checked.
         seq_lens: int32 `[num_seqs]`: tokens of each sequence in the cache, of which the last are the queries.
-        cu_seqlens_q: int32 `[num_seqs + 1]`: where each sequence's queries begin in `q`; lengths 1, 40, 1 give
-            0, 1, 41, 42.
+        cu_seqlens_q: int32 `[num_seqs + 1]`: where each sequence's queries begin in `q`; 1, 40 and 1 queries
+            give 0, 1, 41, 42.
         scale: Factor on the scores, above 0; 1 / sqrt(head_dim) by default.
         window: A query at i sees a key at j where i - window < j <= i.
         softcap: Scores s become softcap * tanh(s / softcap).
         alibi: float32 `[num_heads]`: slopes; slope * (j - i) is added after the cap.
-        sinks: float32 `[num_heads]`: the score of one more key per query, whose value is 0; neither scaled nor capped.
+        sinks: float32 `[num_heads]`: the score of one more key per query, whose value is 0; taken as it is.
         k_scale: float32 `[1]` or `[num_kv_heads]`: factor on the keys of a float8 cache.
         v_scale: As `k_scale`, on the values.
         layout: What `lay_out` gives for these lengths and this window, once per step; then `seq_lens` and
@@ -398,8 +350,8 @@ def paged_attention(
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
     others = {"alibi": alibi, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
-    _check(q, k_cache, v_cache, block_tables, out, others)
-    num_tokens, num_heads, head_dim = q.shape
+    check_tensors(q, k_cache, v_cache, block_tables, out, others)
+    num_heads, head_dim = q.shape[1:]
     num_kv_heads = k_cache.shape[2]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     for name, number in (("scale", scale), ("softcap", softcap), ("window", window)):
@@ -410,7 +362,7 @@ def paged_attention(
             seq_lens, cu_seqlens_q, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
             dtype=q.dtype, cache_dtype=k_cache.dtype, window=window, device=q.device,
         )  # fmt: skip
-    _check_layout(layout, q, k_cache, block_tables, window)
+    check_layout(layout, q, k_cache, block_tables, window)
     partials = (layout.num_partials, num_heads)
     partial_out = torch.empty((*partials, head_dim), dtype=torch.float32, device=q.device)
     partial_lse = torch.empty(partials, dtype=torch.float32, device=q.device)
