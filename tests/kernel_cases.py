@@ -118,7 +118,7 @@ def make(case: Case) -> Batch:
 
 
 def layout_of(case: Case, **others: Any):
-    """Lay out a case; without `split_keys` no sequence is split."""
+    """Lay out a case."""
     return lay_out(
         case.lengths,
         np.cumsum([0, *case.queries]),
@@ -128,7 +128,7 @@ def layout_of(case: Case, **others: Any):
         dtype=case.dtype,
         cache_dtype=case.cache_dtype,
         window=case.options.get("window"),
-        split_keys=case.split_keys,
+        split_keys=case.split_keys or 2**30,
         **others,
     )
 

@@ -1,6 +1,5 @@
 """Plan a call of the paged attention on the host: which program computes which queries over which keys."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -134,7 +133,11 @@ def choose_split_keys(num_keys: np.ndarray, num_heads: int, programs: int) -> in
         num_heads: KV heads, each of which has a program per tile.
         programs: How many the device runs side by side.
     """
-    return max(_LEAST_SPLIT_KEYS, math.ceil(int(num_keys.sum()) * num_heads / programs))
+    most = max(programs // num_heads, 1)
+    # Each tile may end in a part of a split. While tiles are few, that many fewer are planned, so that no
+    # program is left to start when the others are done.
+    spare = most - len(num_keys)
+    return max(_LEAST_SPLIT_KEYS, -(-int(num_keys.sum()) // (spare if 2 * spare > most else most)))
 
 
 def resident_programs(launch: Launch, head_dim: int, itemsize: int, is_wide: bool, device: Device) -> int:
