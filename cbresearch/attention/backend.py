@@ -121,7 +121,7 @@ class KernelInputs:
         self.slot_mapping = slot_mapping
         if stored is not None:
             self.slot_mapping = torch.full_like(slot_mapping, -1).index_copy_(0, stored, slot_mapping[stored])
-        self._layouts: dict[tuple[int, int, int, torch.dtype, int | None], "Layout"] = {}
+        self._layouts: dict[tuple[int, int, int, torch.dtype, int | None], Layout] = {}
 
     def layout(
         self, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, window: int | None
