@@ -55,4 +55,5 @@ bench: $(READY)
 	$(PY) tests/bench.py
 
 gpu: $(READY)
-	$(PY) -m pytest -rs tests/test_gpu.py
+	TRITON_INTERPRET=0 $(PY) -m pytest -rs tests/test_gpu.py
+	TRITON_INTERPRET=0 $(PY) tests/bench_kernels.py

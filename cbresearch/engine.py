@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from cbresearch.attention import LatentCache, PagedCache, PagedStep, batch_order, paged_model
+from cbresearch.attention import LatentCache, PagedCache, PagedStep, batch_order, choose_backend, paged_model
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.models import LoadedModel, layer_windows
 from cbresearch.plan import Plan, StepResult
@@ -24,6 +24,7 @@ class ModelExecutor:
         loaded: The model.
         scheduler: The limits that the plans obey.
         cache: The KV pool to allocate.
+        backend: What computes the attention: "torch", "triton", or None for what suits the device.
         clock: Seconds, for the durations.
         fill: Value to fill the KV pools with, for tests; by default they are left uninitialised.
 
@@ -37,6 +38,7 @@ class ModelExecutor:
         scheduler: SchedulerConfig,
         cache: CacheConfig,
         *,
+        backend: str | None = None,
         clock: Callable[[], float] = time.perf_counter,
         fill: float | None = None,
     ) -> None:
@@ -47,6 +49,7 @@ class ModelExecutor:
             loaded.shape,
             cache,
             windows=layer_windows(model.config, loaded.shape.num_layers),
+            backend=choose_backend(backend, loaded.shape, model.device),
             dtype=model.dtype,
             device=model.device,
             fill=fill,

@@ -1,10 +1,15 @@
 """What several test files share: a small real model, and what it answers to each prompt alone."""
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+
+# Triton chooses between compiler and interpreter when it is imported, and pytest imports this file before any
+# test, in every worker. `make gpu` sets it to 0.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @dataclass(frozen=True)

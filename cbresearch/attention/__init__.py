@@ -1,5 +1,6 @@
 """The bridge into transformers: a paged KV cache, and an attention function that writes and reads it."""
 
+from cbresearch.attention.backend import choose_backend
 from cbresearch.attention.function import ATTENTION_NAME, LatentCache, paged_attention, paged_model
 from cbresearch.attention.layout import PagedStep, batch_order
 from cbresearch.attention.pool import PagedCache
@@ -10,6 +11,7 @@ __all__ = [
     "PagedCache",
     "PagedStep",
     "batch_order",
+    "choose_backend",
     "paged_attention",
     "paged_model",
 ]

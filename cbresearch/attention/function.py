@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
+from cbresearch.attention.backend import attend_with_kernels
 from cbresearch.attention.layout import PagedStep
 
 ATTENTION_NAME = "cbresearch_paged"
@@ -102,7 +103,13 @@ def paged_attention(
         )
     cache = paged.cache
     layer: int = module.layer_idx  # type: ignore[assignment]
-    layout = paged.layout(sliding_window if sliding_window is not None else cache.windows[layer])
+    window = sliding_window if sliding_window is not None else cache.windows[layer]
+    if cache.backend == "triton":
+        attended = attend_with_kernels(
+            paged, layer, query, key, value, scale=scaling, window=window, softcap=softcap, sinks=s_aux
+        )
+        return attended, None
+    layout = paged.layout(window)
     num_heads, num_tokens, head_dim = query.shape[1:]
     num_kv_heads, value_dim = key.shape[1], value.shape[-1]
     kv = cache.kv[layer]

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cbresearch.attention.backend import KernelInputs
 from cbresearch.attention.pool import PagedCache
 
 # A group of sequences costs this much more than its tokens, in elements of K gathered: the calls it takes.
@@ -141,6 +142,12 @@ class PagedStep:
             layout = Layout(self._rows(num_single, window), self._chunks(num_single, window))
             self._layouts[window] = layout
         return layout
+
+    @cached_property
+    def kernel_inputs(self) -> KernelInputs:
+        """The step as the Triton kernels take it."""
+        contexts = self.starts + self.num_tokens
+        return KernelInputs(self.block_tables, contexts, self.num_tokens, self.slot_mapping, self.stored)
 
     @cached_property
     def context_slots(self) -> Tensor:

@@ -28,6 +28,7 @@ class PagedCache:
         config: Blocks in the two pools and tokens per block.
         windows: Tokens that each layer attends to at most, None for the whole context; what a layer itself
             asks for goes first. Empty if no layer is windowed.
+        backend: What computes the attention, "torch" or "triton" (see `choose_backend`).
         dtype: Element type.
         device: Where the first pool lies.
         fill: Value to fill the pools with; None leaves them uninitialised, since nothing is read unwritten.
@@ -42,11 +43,13 @@ class PagedCache:
         config: CacheConfig,
         *,
         windows: Sequence[int | None] = (),
+        backend: str = "torch",
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         fill: float | None = None,
     ) -> None:
         self.config = config
+        self.backend = backend
         self.windows = tuple(windows) or (None,) * shape.num_layers
         self.latent_dim = shape.latent_dim
         self.num_key_elements = shape.num_kv_heads * shape.head_dim
