@@ -217,35 +217,37 @@ def read_amd(compiled: Any) -> dict[str, int]:
     }
 
 
+def tile_of(name: str) -> str:
+    """Return what `choose_launch` says for a row: rows x keys, warps, stages."""
+    return "{TILE_ROWS}x{TILE_KEYS}/{num_warps}/{num_stages}".format(**arguments_of(name))
+
+
 def measure(name: str) -> Code:
     """Compile one row of the grid and count."""
     target = TARGETS[name.split("/", 1)[0]][0]
     arguments = arguments_of(name)
     compiled = compile_kernel(paged_attention._attend_kernel, arguments, target)
     numbers = read_nvidia(compiled) if target.backend == "cuda" else read_amd(compiled)
-    tile = "{TILE_ROWS}x{TILE_KEYS}/{num_warps}/{num_stages}".format(**arguments)
-    return Code(name, tile, **numbers)
+    return Code(name, tile_of(name), **numbers)
 
 
 def source_hash() -> str:
-    """Return a hash of all that the machine code depends on in this repository, whatever its formatting."""
+    """Return a hash of what the machine code of a tile depends on here, whatever its formatting."""
     parts = [
         *(paged_attention._tanh, paged_attention._attend_tile, paged_attention._attend_kernel),
-        *(float8.decode, layout.choose_launch, layout.Device.converts, paged_attention.attend_arguments),
+        *(float8.decode, layout.Device.converts, paged_attention.attend_arguments),
     ]
     sources = [textwrap.dedent(inspect.getsource(getattr(part, "fn", part))) for part in parts]
     text = "\n".join(ast.dump(ast.parse(source)) for source in sources)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def write_table(file: TextIO, names: list[str], known: dict[str, Code]) -> None:
-    """Write rows, measured unless known, below a line that says of what and by which Triton."""
+def write_table(file: TextIO, rows: list[Code]) -> None:
+    """Write rows below a line that says of what and by which Triton."""
     file.write(f"# triton {triton.__version__}, source {source_hash()}\n")
     writer = csv.DictWriter(file, [field.name for field in fields(Code)], lineterminator="\n")
     writer.writeheader()
-    for name in tqdm(names):
-        writer.writerow(asdict(known.get(name) or measure(name)))
-        file.flush()
+    writer.writerows(asdict(row) for row in rows)
 
 
 def read_table(path: Path = TABLE) -> tuple[dict[str, str], dict[str, Code]]:
@@ -267,14 +269,19 @@ def main() -> None:
     parser.add_argument("--only", help="a regular expression: print the rows whose names match")
     options = parser.parse_args()
     if options.only:
-        write_table(sys.stdout, [name for name in grid() if re.search(options.only, name)], {})
+        write_table(
+            sys.stdout, [measure(name) for name in tqdm(list(grid())) if re.search(options.only, name)]
+        )
         return
-    # An interrupted run goes on where it was.
+    # An interrupted run goes on where it was, and a new choice of tiles costs those rows alone.
     stamp, known = read_table() if TABLE.exists() else ({}, {})
     if stamp != {"triton": triton.__version__, "source": source_hash()}:
         known = {}
-    with TABLE.open("w") as file:
-        write_table(file, list(grid()), known)
+    known = {name: known[name] for name in grid() if name in known and known[name].tile == tile_of(name)}
+    for name in tqdm([name for name in grid() if name not in known]):
+        known[name] = measure(name)
+        with TABLE.open("w") as file:
+            write_table(file, [known[name] for name in grid() if name in known])
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kernel_report import EXTRA, OPTIONS, TABLE, TARGETS, Code, grid, read_table, source_hash
+from kernel_report import EXTRA, OPTIONS, TABLE, TARGETS, Code, grid, read_table, source_hash, tile_of
 
 SCRIPT = Path(__file__).with_name("kernel_report.py")
 STAMP, TABLE_ROWS = read_table() if TABLE.exists() else ({}, {})
@@ -58,6 +58,8 @@ def faults(code: Code) -> list[str]:
 def test_the_table_is_of_this_source_and_whole():
     assert STAMP["source"] == source_hash(), f"the kernels changed: run python {SCRIPT.name}"
     assert list(TABLE_ROWS) == list(grid())
+    stale = [name for name, code in TABLE_ROWS.items() if code.tile != tile_of(name)]
+    assert not stale, f"the launch choices changed: run python {SCRIPT.name}"
     assert len(TABLE_ROWS) == len(TARGETS) * 2 * (3 * 5 * 4 + len(EXTRA) + len(OPTIONS))
 
 

@@ -115,9 +115,8 @@ def choose_launch(
             max(narrow_rows, min(rows, 32 if small else 64)), 32 if small else 64, 4 if small else 8, 1
         )
     if device.arch < 90:
-        return Launch(
-            max(narrow_rows, min(rows, 128 if width <= 128 else 64)), 64 if width <= 128 else 32, 8, 2
-        )
+        tile_rows = max(narrow_rows, min(rows, 128 if width <= 128 else 64))
+        return Launch(tile_rows, 64 if width <= 64 else 32, 8, 2 if width > 128 else 3)
     return Launch(max(narrow_rows, min(rows, 128)), 64 if width <= 128 else 32, 8, 3)
 
 
