@@ -90,7 +90,7 @@ def swap_crossover_tokens(
     With s seconds per token for moving it out and back, in one chunk and without rounding to blocks, they
     cost the same where γ/2·n² + (τ + γ/2 − s)·n = r. Here r = t0 − τ if reading the weights overlaps
     computing, for then the step has room for that much work at no cost, else 0. While it has, only γ counts,
-    and γ·(n + 1)/2 may exceed s already. It is 0 where swap is always cheaper, and infinite where it never is.
+    and γ·(n + 1)/2 may exceed s already. It is 0 where swap is always cheaper, infinite where it never is.
     Source: own derivation.
 
     Args:
