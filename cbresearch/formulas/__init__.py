@@ -39,8 +39,12 @@ from cbresearch.formulas.memory import (
     weight_bytes,
 )
 from cbresearch.formulas.roofline import (
+    decode_attention_intensity,
+    decode_step_seconds,
     flop_utilization,
     flops_per_token,
+    linear_intensity,
+    ridge_tokens,
 )
 from cbresearch.formulas.sharing import (
     popularity_hits,
@@ -58,6 +62,8 @@ __all__ = [
     "contiguous_memory_shares",
     "continuous_seconds",
     "continuous_steps",
+    "decode_attention_intensity",
+    "decode_step_seconds",
     "expected_max",
     "expected_max_exponential",
     "expected_max_geometric",
@@ -69,6 +75,7 @@ __all__ = [
     "graham_bounds",
     "kv_bytes_per_request",
     "kv_bytes_per_token",
+    "linear_intensity",
     "max_window_blocks",
     "mean_occupancy_static",
     "mean_reserved_tokens",
@@ -80,6 +87,7 @@ __all__ = [
     "prefix_hit_rate",
     "prefix_hit_tokens",
     "reuse_depths",
+    "ridge_tokens",
     "sample_blocks",
     "sample_copies",
     "sample_prefill_tokens",
