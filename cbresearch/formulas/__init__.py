@@ -48,8 +48,12 @@ from cbresearch.formulas.preemption import (
     swap_seconds,
 )
 from cbresearch.formulas.roofline import (
+    decode_attention_intensity,
+    decode_step_seconds,
     flop_utilization,
     flops_per_token,
+    linear_intensity,
+    ridge_tokens,
 )
 from cbresearch.formulas.sharing import (
     popularity_hits,
@@ -67,6 +71,8 @@ __all__ = [
     "contiguous_memory_shares",
     "continuous_seconds",
     "continuous_steps",
+    "decode_attention_intensity",
+    "decode_step_seconds",
     "expected_max",
     "expected_max_exponential",
     "expected_max_geometric",
@@ -78,6 +84,7 @@ __all__ = [
     "graham_bounds",
     "kv_bytes_per_request",
     "kv_bytes_per_token",
+    "linear_intensity",
     "max_window_blocks",
     "mean_occupancy_static",
     "mean_reserved_tokens",
@@ -91,6 +98,7 @@ __all__ = [
     "prefix_hit_tokens",
     "recompute_seconds",
     "reuse_depths",
+    "ridge_tokens",
     "sample_blocks",
     "sample_copies",
     "sample_prefill_tokens",

@@ -1,7 +1,12 @@
-"""Arithmetic of a model's forward pass. N is the number of its parameters."""
+"""Arithmetic of a model's forward pass, and its time on a machine. N is the number of the model's parameters.
+
+A machine does C FLOP/s and moves W bytes/s. Work of a FLOP and y bytes takes at least max(a/C, y/W), so what
+has fewer FLOP per byte than the ridge point C/W is bound by bandwidth (Williams et al., CACM 2009).
+"""
 
 from cbresearch.config import ModelShape
-from cbresearch.formulas.checks import Lengths, lengths_array, non_negative, positive
+from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
+from cbresearch.formulas.memory import kv_bytes_per_token
 
 
 def flops_per_token(shape: ModelShape, context_length: float) -> float:
@@ -36,3 +41,77 @@ def flop_utilization(lengths: Lengths, flops_per_token: float, peak_flops: float
     """
     positive(flops_per_token=flops_per_token, peak_flops=peak_flops, seconds=seconds)
     return float(lengths_array("lengths", lengths).sum() * flops_per_token / (peak_flops * seconds))
+
+
+def linear_intensity(num_tokens: float, dtype_bytes: float) -> float:
+    """Return the FLOP per byte of a step's linear layers, 2n/β.
+
+    Each weight is read once and multiplied and added once per token. The tokens' own vectors are left out:
+    they are few beside the weights.
+
+    Args:
+        num_tokens: Tokens n in the step.
+        dtype_bytes: Bytes β of a weight.
+    """
+    positive(num_tokens=num_tokens, dtype_bytes=dtype_bytes)
+    return 2 * num_tokens / dtype_bytes
+
+
+def decode_attention_intensity(shape: ModelShape) -> float:
+    """Return the FLOP per byte of decode attention, 2g/β with g query heads a KV head, whatever the batch.
+
+    Each cached key and value meets the g query heads of its KV head once. A model with latent attention has
+    one cached vector for all its heads (absorbed form: scores over the whole latent, values over the
+    compressed part, whose width the shape does not hold), so it is refused.
+
+    Args:
+        shape: The model; `dtype_bytes` is that of the cache.
+
+    Raises:
+        ValueError: The model caches latents.
+    """
+    if shape.latent_dim is not None:
+        raise ValueError(
+            f"shape has a latent_dim of {shape.latent_dim}; the intensity is for keys and values"
+        )
+    return 2 * shape.num_heads / shape.num_kv_heads / shape.dtype_bytes
+
+
+def ridge_tokens(peak_flops: float, bandwidth: float, dtype_bytes: float) -> float:
+    """Return the tokens in a step from which its linear layers are bound by arithmetic, n* = C·β/(2W).
+
+    Args:
+        peak_flops: C in FLOP/s, measured or from the data sheet; say which.
+        bandwidth: W in bytes/s.
+        dtype_bytes: Bytes β of a weight.
+    """
+    positive(peak_flops=peak_flops, bandwidth=bandwidth, dtype_bytes=dtype_bytes)
+    return peak_flops * dtype_bytes / (2 * bandwidth)
+
+
+def decode_step_seconds(
+    shape: ModelShape, num_seqs: int, context_length: float, peak_flops: float, bandwidth: float
+) -> tuple[float, float]:
+    """Return the least seconds of a decode step in linear layers and in attention.
+
+    Linear layers take max(2Nn/C, Nβ/W). Attention of n sequences takes the larger of its FLOP over C and its
+    bytes n·context·κ/W, with κ bytes per token from `kv_bytes_per_token`.
+
+    Args:
+        shape: The model, with one data type for weights and cache; windows count as whole contexts.
+        num_seqs: Sequences n, each with one token in the step.
+        context_length: Tokens that each attends to, itself included; a mean is welcome.
+        peak_flops: C in FLOP/s.
+        bandwidth: W in bytes/s.
+
+    Raises:
+        ValueError: A number is out of range, or the model caches latents.
+    """
+    n = count("num_seqs", num_seqs)
+    non_negative(context_length=context_length)
+    positive(peak_flops=peak_flops, bandwidth=bandwidth)
+    linear_flops = 2 * shape.num_parameters * n
+    linear = max(linear_flops / peak_flops, shape.num_parameters * shape.dtype_bytes / bandwidth)
+    cached_bytes = n * context_length * kv_bytes_per_token(shape)
+    attention_flops = cached_bytes * decode_attention_intensity(shape)
+    return linear, max(attention_flops / peak_flops, cached_bytes / bandwidth)
