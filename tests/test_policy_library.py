@@ -417,6 +417,22 @@ def test_orca_reserves_the_longest_the_power_of_two_or_the_predicted_output(rese
     assert not preemptions(trace)
 
 
+def test_orca_rounds_a_prediction_up_to_a_power_of_two_that_may_be_itself():
+    outputs = {1: 1, 2: 2, 3: 4, 25: 32, 32: 32, 33: 64, 80: 128}
+    for predicted, rounded in outputs.items():
+        state = RequestState(Request("a", 10, 100, predicted_output=predicted), 0)
+        assert Orca("pow2").num_slots(state) == 10 + rounded
+    # Nobody is expected to generate more than it may.
+    assert Orca("oracle").num_slots(RequestState(Request("a", 10, 100, predicted_output=500), 0)) == 110
+
+
+def test_no_evict_lets_two_share_a_pool_that_holds_all_but_their_last_tokens():
+    requests = [Request(name, 8, 9) for name in "ab"]
+    for num_blocks, together in ((8, 2), (7, 1)):
+        trace = run(requests, "no_evict", num_blocks=num_blocks, block_size=4)
+        assert max(len(step.plan.scheduled) for step in trace.steps) == together
+
+
 def drive(scheduler, steps, now=0.0):
     """Schedule and commit some steps; yield the plans."""
     for step in range(steps):

@@ -346,3 +346,24 @@ def test_recorded_durations_are_given_out_by_step_and_end():
     assert [recorded(Plan(step, ())) for step in (1, 0, 1)] == [0.25, 0.5, 0.25]
     with pytest.raises(ValueError, match="step 2 was never recorded; the run had 2 steps"):
         recorded(Plan(2, ()))
+
+
+def test_a_step_time_told_beforehand_is_that_of_the_step():
+    cost = Linear(0.5, 0.25, 0.125)
+    trace = simulate([Request("a", 7, 3)], cost=cost)
+    for step in trace.steps:
+        assert cost.seconds(step.plan.num_tokens, step.plan.num_context_tokens) == step.duration
+
+
+def test_a_replay_looks_ahead_as_the_run_did_if_it_is_given_the_step_time():
+    cost = Linear(1.0, 1.0)
+    requests = [
+        Request("running", 1, 3),
+        Request("short", 2, 2, arrival=1.0, deadline=50.0),
+        Request("long", 30, 2, arrival=1.0, deadline=60.0),
+    ]
+    trace = simulate(requests, "least_slack", cost=cost, scheduler=SchedulerConfig(1))
+    again = replay(trace, requests, "least_slack", cost.seconds)
+    assert [step.plan for step in again.steps] == [step.plan for step in trace.steps]
+    blind = replay(trace, requests, "least_slack")
+    assert [step.plan for step in blind.steps] != [step.plan for step in trace.steps]
