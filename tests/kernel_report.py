@@ -69,7 +69,7 @@ class Code:
         name: Row of the grid.
         tile: Rows x keys of its tiles, warps, stages.
         registers: A thread's, accumulation registers of AMD included.
-        spills: Instructions that store to or load from a thread's stack.
+        spills: Instructions that store to or load from a thread's stack; on AMD vector registers kept there.
         stack: Bytes of a thread's stack.
         shared: Bytes of shared memory.
         instructions: All but padding.
@@ -207,7 +207,8 @@ def read_amd(compiled: Any) -> dict[str, int]:
     single = sum(n for name, n in loads.items() if name.endswith("_dword"))
     return {
         "registers": field("vgpr_count"),
-        "spills": field("vgpr_spill_count") + field("sgpr_spill_count"),
+        # Scalar registers that do not fit are parked in lanes of vector registers, which is no memory.
+        "spills": field("vgpr_spill_count"),
         "stack": field("private_segment_fixed_size"),
         "shared": compiled.metadata.shared,
         "instructions": sum(operations.values()),

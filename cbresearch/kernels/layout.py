@@ -99,14 +99,14 @@ def choose_launch(
     is_exact = dtype == torch.float32 and device.backend != "interpreter"
     is_decoded = cache_dtype.itemsize == 1 and not device.converts(cache_dtype) and device.backend == "cuda"
     if rows <= narrow_rows:
-        # Each of 128 threads loads 16 bytes of K and of V; of float8 twice 16, since a pipeline, which keeps
-        # the next 16 under way, would shorten its loads of V to 8.
+        # Each thread loads 16 bytes of K and of V; on NVIDIA twice that of float8, since a pipeline, which
+        # keeps the next 16 under way, would shorten its loads of V to 8.
         is_byte = cache_dtype.itemsize == 1
-        tile_bytes = 128 * 16 * (2 if is_byte else 1)
+        tile_bytes = 128 * 16 * (2 if is_byte or is_hip else 1)
         tile_keys = max(16, tile_bytes // (width * cache_dtype.itemsize))
         return Launch(narrow_rows, tile_keys, 4, 1 if is_hip or is_exact or is_byte else 3)
     if is_exact:
-        return Launch(max(narrow_rows, min(rows, 32)), 16, 4, 1)
+        return Launch(max(narrow_rows, min(rows, 32)), 16, 8, 1)
     if is_hip:
         return Launch(max(narrow_rows, min(rows, 128 if width <= 128 else 64)), 32, 4, 1)
     if is_decoded:
