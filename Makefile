@@ -52,6 +52,7 @@ notebooks: $(READY)
 	$(CHECKED) $(PY) tests/execute_notebooks.py notebooks/*.ipynb
 
 bench: $(READY)
+	TRITON_INTERPRET=1 $(PY) tests/kernel_traffic.py
 	$(PY) tests/bench.py
 
 gpu: $(READY)

@@ -157,9 +157,9 @@ def compare_to_forward(num_requests: int) -> None:
 
 
 def time_scheduler(num_running: int, num_steps: int = 400) -> None:
-    """Print the scheduler's host time per running request and step, with nothing but decodes."""
+    """Print the scheduler's host time per running request and step of vllm_v1, with nothing but decodes."""
     limits = SchedulerConfig(num_running, max(2048, num_running))
-    scheduler = Scheduler(policies.get("fcfs"), limits, CacheConfig(num_running * 64))
+    scheduler = Scheduler(policies.get("vllm_v1"), limits, CacheConfig(num_running * 64))
     executor = CostExecutor(Linear(step=1.0))
     for place in range(num_running):
         scheduler.submit(Request(str(place), prompt=8, max_tokens=1000))
@@ -237,7 +237,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     compare_pool_sizes()
-    for num_running in (64, 256):
+    for num_running in (64, 256, 1024):
         time_scheduler(num_running)
     compare_to_forward(options.requests)
     compare_throughput(options.requests, options.rounds)
