@@ -65,14 +65,16 @@ def no_copy_back(monkeypatch):
     monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda *_: None)
 
 
-@pytest.mark.parametrize("queries", [1, 30])
+@pytest.mark.parametrize("queries", [1, 70])
 @pytest.mark.parametrize("axis", [0, 2])
-def test_blocks_and_heads_beyond_two_billion_elements_are_found(queries, axis, no_copy_back):
-    case = Case([40], [queries], num_kv_heads=3, group=1, head_dim=16)
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_blocks_and_heads_beyond_two_billion_elements_are_found(queries, axis, block_size, no_copy_back):
+    # Blocks of 64 hold whole tiles, whose block is looked up once; in blocks of 16 each key looks up its own.
+    case = Case([150], [queries], block_size, num_kv_heads=3, group=1, head_dim=16)
     q, k_cache, v_cache, tables, *rest = make(case).tensors
-    far = [far_apart(cache, axis, 2**31 - 16) for cache in (k_cache, v_cache)]
-    assert (far[0].shape[axis] - 1) * far[0].stride(axis) > 2**31
-    assert axis or tables.flatten()[:3].max() > 1
+    far = [far_apart(cache, axis, 2**30) for cache in (k_cache, v_cache)]
+    farthest = tables[0, : -(-150 // block_size)].max() if axis == 0 else 2
+    assert farthest * far[0].stride(axis) >= 2**31
     assert torch.equal(
         paged_attention(q, *far, tables, *rest), paged_attention(q, k_cache, v_cache, tables, *rest)
     )
