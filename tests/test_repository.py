@@ -147,7 +147,7 @@ def test_targets_set_up_first_and_name_no_python_of_their_own(target):
     assert prerequisites in (["$(READY)"], ["lint"])
     assert commands
     for line in commands.replace("\\\n", " ").splitlines():
-        assert re.match(r"\t(?:\$\(CHECKED\) )?\$\(PY\) ", line), line
+        assert re.match(r"\t(?:\$\(CHECKED\) |TRITON_INTERPRET=1 )?\$\(PY\) ", line), line
 
 
 def test_notebooks_are_saved_and_checked_under_the_same_settings():
