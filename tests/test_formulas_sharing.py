@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from mooncake_counts import measured_hits
 
 from cbresearch import formulas
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.metrics import prefix_hit_rate, token_counts
 from cbresearch.request import Request, parallel_samples
@@ -134,21 +134,6 @@ def hits_by_list(chains, num_blocks):
     return num_hits
 
 
-def hits_by_blocks(chains, num_blocks):
-    """Count the hits of the block manager, a token standing for a block."""
-    blocks = BlockManager(CacheConfig(num_blocks, 1, prefix_caching=True))
-    num_hits = 0
-    for chain in chains:
-        matched = blocks.match((*chain, -1))
-        num_hits += len(matched)
-        blocks.share("r", matched)
-        assert blocks.allocate("r", len(chain)) is not None
-        blocks.enter("r", chain, len(chain))
-        blocks.free("r")
-    blocks.check()
-    return num_hits
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_one_pass_tells_the_hits_of_the_block_manager_at_every_size(seed):
     chains = random_chains(seed)
@@ -156,7 +141,7 @@ def test_one_pass_tells_the_hits_of_the_block_manager_at_every_size(seed):
     longest, distinct = max(map(len, chains)), len({block for chain in chains for block in chain})
     for num_blocks in [*range(longest, 24), 50, 100, 200, distinct - 1, distinct, 10 * distinct]:
         predicted = int((depths <= num_blocks).sum())
-        assert predicted == hits_by_blocks(chains, num_blocks) == hits_by_list(chains, num_blocks)
+        assert predicted == measured_hits(chains, num_blocks) == hits_by_list(chains, num_blocks)
 
 
 def test_depths_of_a_stream_of_single_blocks_are_stack_distances():

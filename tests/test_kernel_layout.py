@@ -1,11 +1,12 @@
 """The plan of a paged-attention call: who computes what, and how much of a card that fills."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from kernel_cases import random_case
+from kernel_cases import layout_of, random_case
 
 from cbresearch.kernels.layout import ITEM_FIELDS, MERGE_FIELDS, Device, Layout, choose_launch, lay_out
 
@@ -41,16 +42,7 @@ def covered(layout: Layout) -> dict[tuple[int, int], int]:
 def test_every_query_meets_every_key_that_it_sees_exactly_once(seed):
     case = random_case(seed)
     window = case.options.get("window")
-    layout = lay_out(
-        case.lengths,
-        np.cumsum([0, *case.queries]),
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        dtype=case.dtype,
-        window=window,
-        split_keys=16,
-    )
+    layout = layout_of(replace(case, split_keys=16))
     expected = {}
     token = 0
     for length, queries in zip(case.lengths, case.queries, strict=True):
@@ -64,15 +56,7 @@ def test_every_query_meets_every_key_that_it_sees_exactly_once(seed):
 @pytest.mark.parametrize("seed", range(40))
 def test_every_token_is_written_once_and_merges_name_its_parts(seed):
     case = random_case(seed)
-    layout = lay_out(
-        case.lengths,
-        np.cumsum([0, *case.queries]),
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        head_dim=case.head_dim,
-        dtype=case.dtype,
-        split_keys=16,
-    )
+    layout = layout_of(replace(case, split_keys=16))
     direct, parts = [], []
     for items in columns(layout):
         for token, count, partial in zip(items["token"], items["num_queries"], items["partial"], strict=True):

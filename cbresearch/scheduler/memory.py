@@ -22,7 +22,6 @@ class Memory:
         self._num_repeated = int(repeats_last)
         self.transfers: list[Transfer] = []
         self.num_referred_tokens = 0
-        self._has_forks = False
 
     def begin(self, state: RequestState, sibling: RequestState | None) -> bool:
         """Begin a newcomer's table with what others hold of its prompt, if there is room for all of it.
@@ -52,7 +51,6 @@ class Memory:
         state.num_forgotten_tokens = size * num_lost
         self.num_referred_tokens += num_kept_tokens(state)
         if num_copies:
-            self._has_forks = True
             # The one block that it shares and writes: the copy stands in its table before anyone reads it.
             pairs = blocks.make_writable(state.id, num_cached // size)
             assert pairs is not None
@@ -126,9 +124,10 @@ class Memory:
             are_all: Whether nobody else holds blocks.
         """
         size = self.blocks.config.block_size
-        if are_all and not self._has_forks:
+        if are_all:
+            # Whatever is shared is full: a block filled in part is copied by whoever comes to write it.
             return self.num_referred_tokens - self.blocks.num_shared_blocks * size
-        # Some references are those of finished rows, whose tokens do not count, or to blocks filled in part.
+        # Some references are those of finished rows, whose tokens do not count.
         in_block: dict[int, int] = {}
         for state in running:
             for place, block in enumerate(self.blocks.table(state.id)):

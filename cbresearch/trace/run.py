@@ -57,14 +57,13 @@ class Stay(NamedTuple):
 
 
 class _Span(NamedTuple):
-    """A seated request's table: its length, its last block, and the tokens computed."""
+    """A seated request's blocks, and its tokens computed."""
 
     num_blocks: int
-    last_block: int
     num_computed: int
 
 
-_NO_SPAN = _Span(0, -1, 0)
+_NO_SPAN = _Span(0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,15 +137,13 @@ class Trace:
                 known = spans.get(entry.request_id, _NO_SPAN)
                 # Whoever was just seated names its whole table.
                 num_blocks = known.num_blocks + len(entry.new_block_ids)
-                last = entry.new_block_ids[-1] if entry.new_block_ids else known.last_block
-                spans[entry.request_id] = _Span(num_blocks, last, entry.context_length)
-            # Only a request's last blocks have empty slots, and samples of one prompt may share such a block.
-            to_fill: dict[int, int] = {}
-            for request_id, span in spans.items():
-                later = min(span.num_blocks * size, ends[request_id]) - span.num_computed
-                to_fill[span.last_block] = max(later, to_fill.get(span.last_block, 0))
+                spans[entry.request_id] = _Span(num_blocks, entry.context_length)
+            # Blocks that are shared are full, so whoever has empty slots has them alone.
+            reserved = sum(
+                min(span.num_blocks * size, ends[request_id]) - span.num_computed
+                for request_id, span in spans.items()
+            )
             held = record.num_held_blocks * size
-            reserved = min(sum(to_fill.values()), held - record.num_held_tokens)
             outside = record.num_external_blocks + record.num_cached_blocks
             yield MemoryUse(
                 token_states=record.num_held_tokens,
