@@ -1,9 +1,9 @@
 """Closed forms for what static and continuous batching should give; `metrics` measures the same quantities.
 
 `batching` counts steps, slots and seconds, `memory` bytes, `preemption` what making room costs, `roofline`
-arithmetic, `rounding` errors and the tokens they flip, `sharing` what prompts have in common. Forms without a paper are derived where they stand. Every
-function raises ValueError, naming the argument and its value, if the value is out of range or the sample is
-empty.
+arithmetic, `rounding` its errors and the tokens that they flip, `sharing` what prompts have in common. Forms
+without a paper are derived where they stand. Every function raises ValueError, naming the argument and its
+value, if the value is out of range or the sample is empty.
 """
 
 from cbresearch.formulas.batching import (

@@ -125,7 +125,7 @@ def _distribution(probabilities: npt.ArrayLike) -> npt.NDArray[np.float64]:
     shares = np.asarray(probabilities, dtype=np.float64)
     if shares.ndim != 1 or not shares.size or not (shares >= 0).all() or not np.isclose(shares.sum(), 1):
         raise ValueError(
-            f"probabilities has shape {shares.shape} and the sum {shares.sum()}; give a list of numbers of 0 or "
-            "more with the sum 1"
+            f"probabilities has shape {shares.shape} and the sum {shares.sum()}; give a list of numbers of 0 "
+            "or more with the sum 1"
         )
     return shares
