@@ -125,14 +125,15 @@ def batch_invariant(loaded: LoadedModel, num_rows: int = 16) -> Iterator[None]:
     """Let a model compute each token in the same way whatever else is in the step, inside the context.
 
     A product of matrices chooses its order of summation by its shape, so linear layers get one shape:
-    `num_rows` tokens at a time, the last of them filled up with zeros. So do norms and activations, for a
-    vectorised loop computes the elements behind its last full vector in another way. Attention takes one
-    query at a time, with its own context and no padding.
+    `num_rows` tokens at a time, the last of them filled up with zeros. Norms and activations take one token
+    at a time, for a vectorised loop computes the elements behind its last full vector in another way.
+    Attention takes one query at a time, with its own context and no padding.
     Source: Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025: fixed tiles and splits.
 
     Args:
         loaded: The model; its keys and values must not be latents.
-        num_rows: Rows of every product. Results are the same bits for the same number only.
+        num_rows: Rows of every product. Results are the same bits for the same number only. 1 relies on
+            nothing; more on a library whose rows do not depend on their place among the rows of a product.
 
     Raises:
         ValueError: The number is below 1, or the model multiplies matrices in a way of its own.
@@ -156,7 +157,7 @@ def batch_invariant(loaded: LoadedModel, num_rows: int = 16) -> Iterator[None]:
     try:
         ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = _by_query(attend, set(modules))
         for leaf in leaves:
-            leaf.forward = _in_tiles(leaf.forward, num_rows)  # type: ignore[method-assign]
+            leaf.forward = _in_tiles(leaf.forward, num_rows if isinstance(leaf, Linear) else 1)  # type: ignore[method-assign]
         yield
     finally:
         ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = attend
