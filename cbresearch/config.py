@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-_OPTIONAL = ("max_model_len", "vocab_size", "sliding_window", "value_head_dim", "latent_dim")
+_OPTIONAL = (
+    "max_model_len",
+    "vocab_size",
+    "sliding_window",
+    "value_head_dim",
+    "latent_dim",
+    "max_num_requests",
+    "max_num_tokens",
+)
 
 RESERVATIONS = ("max", "pow2", "oracle")
 PREEMPTIONS = ("recompute", "swap")
@@ -159,6 +167,25 @@ class SchedulerConfig:
             raise ValueError(
                 f"SchedulerConfig: preemption is {self.preemption!r}; choose one of {PREEMPTIONS}"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Limit what may wait for its first seat; beyond it an engine refuses newcomers.
+
+    Attributes:
+        max_num_requests: Requests, or None for no limit.
+        max_num_tokens: Their prompt tokens together, or None for no limit.
+
+    Raises:
+        ValueError: A limit is below 1.
+    """
+
+    max_num_requests: int | None = None
+    max_num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "max_num_requests", "max_num_tokens")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from typing import Protocol
 from cbresearch.plan import Plan, StepResult
 from cbresearch.request import Refusal, Request, RequestState
 from cbresearch.scheduler import Scheduler
+from cbresearch.scheduler.admission import check_request
 from cbresearch.trace import RequestRecord, StepRecord, Trace
 
 
@@ -35,6 +36,15 @@ class Loop:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.executor = executor
+
+    def validate(self, request: Request) -> None:
+        """Refuse a request that can never be served, whatever its id.
+
+        Raises:
+            ValueError: What it needs, what there is, and the remedy.
+        """
+        self.executor.check(request)
+        check_request(request, self.scheduler.config, self.scheduler.blocks)
 
     def submit(self, request: Request) -> RequestState:
         """Queue a request.
