@@ -280,6 +280,11 @@ def _first(read: Callable[[str], Any], names: tuple[str, ...]) -> Any:
 
 def _needed(read: Callable[[str], Any], names: tuple[str, ...]) -> Any:
     value = _first(read, names)
+    if value is None and _first(read, _RECURRENT) is not None:
+        raise ValueError(
+            f"the model's config has no {names[0]!r} but a recurrent state, which stands in for a KV cache; "
+            "a model with attention in every layer is needed"
+        )
     if value is None:
         raise ValueError(
             f"the model's config has no {names[0]!r}; a decoder-only model is needed, and if its class has "
