@@ -34,7 +34,7 @@ FLOOR_PLAN: dict[str, set[str]] = {
     "trace": {"request", "config", "plan", "numpy", "pandas"},
     "serve": {"scheduler", "trace", "plan", "request", "config", "numpy", "tqdm"},
     "formulas": {"config", "numpy"},
-    "metrics": {"trace", "config", "numpy", "pandas"},
+    "metrics": {"trace", "config", "numpy", "pandas", "scipy"},
     "workloads": {"request", "numpy", "pandas"},
     "costs": {"config", "formulas", "trace", "plan", "numpy", "pandas"},
     "simulator": {"request", "config", "policies", "plan", "scheduler", "trace", "serve", "costs", "numpy"},
