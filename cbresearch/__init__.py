@@ -6,10 +6,13 @@ from typing import Any
 _EXPORTS = {
     "BlockManager": "blocks",
     "CacheConfig": "config",
+    "Hardware": "config",
     "ModelShape": "config",
+    "QueueLimits": "config",
     "SchedulerConfig": "config",
     "compare": "experiments",
     "compare_simulated": "experiments",
+    "Engine": "engine",
     "ModelExecutor": "engine",
     "Policy": "policies",
     "Refusal": "request",
