@@ -235,8 +235,10 @@ def test_a_refused_line_does_not_take_its_id(tmp_path):
         ("Lognormal", "'lognormal128'"),
         ("nowhere/x.jsonl", "there is 'chat24', 'classic60', 'lognormal128', 'poisson64'"),
         ("", "there is 'chat24'"),
-        ("azure.csv", "(.jsonl)"),
-        ("AZURE.CSV", "(.jsonl)"),
+        ("azure_con", "did you mean 'azure_conv'"),
+        ("summary:n=3", "did you mean 'summarization'"),
+        ("azure.parquet", "(.jsonl)"),
+        ("AZURE.CSV.GZ", "(.jsonl)"),
     ],
 )
 def test_an_unknown_workload_raises_with_what_there_is(name, said):
@@ -246,9 +248,9 @@ def test_an_unknown_workload_raises_with_what_there_is(name, said):
     assert said in str(caught.value)
 
 
-def test_a_csv_that_exists_is_refused_by_its_ending(tmp_path):
-    path = tmp_path / "azure.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0.0,4,3\n")
+def test_a_table_that_exists_is_refused_by_its_ending(tmp_path):
+    path = tmp_path / "azure.tsv"
+    path.write_text("TIMESTAMP\tContextTokens\tGeneratedTokens\n")
     with pytest.raises(ValueError, match=r"files with this ending are not read; give a preset \(chat24"):
         workloads.load(path, rng())
 
@@ -458,7 +460,10 @@ def test_an_impossible_distribution_raises_and_names_the_value(draw, said):
 
 def test_presets_are_listed_with_what_they_send():
     listed = workloads.presets()
-    assert list(listed) == ["chat24", "classic60", "lognormal128", "poisson64"]
+    assert list(listed) == [
+        *("chat24", "classic60", "lognormal128", "poisson64"),
+        *("chat", "code", "rag", "summarization", "multi_turn", "agents", "batch"),
+    ]
     for line in listed.values():
         assert line.startswith("Send ") and line.endswith(".")
 
@@ -468,7 +473,7 @@ def test_presets_cannot_be_mutated():
         workloads.PRESETS["chat24"] = workloads.classic60
     workloads.presets().clear()
     workloads.load("chat24", rng()).clear()
-    assert len(workloads.presets()) == 4
+    assert len(workloads.presets()) == 11
     assert len(workloads.load("chat24", rng())) == 24
 
 
@@ -550,8 +555,9 @@ SHOW_ALL = """
 import numpy as np
 from cbresearch import workloads
 
-for name in workloads.presets():
+for name, preset in workloads.PRESETS.items():
     rng = np.random.default_rng(3)
+    name += ":size=0.05" if preset.__kwdefaults__ else ""
     print(name, workloads.resolve_prompts(workloads.load(name, rng), str.encode, 256, rng))
 """
 

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields as fields_of
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -61,17 +62,18 @@ _KEYS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
 _SAMPLING_KEYS = tuple(field.name for field in fields_of(SamplingParams) if field.name in _KEYS)
 
 
-def parse(content: bytes, form: Form | None = None) -> list[Request | Refusal]:
+def parse(content: bytes, form: Form | None = None, n: int | None = None) -> list[Request | Refusal]:
     """Return the requests of a file's lines, in their order, with a `Refusal` in the place of each bad one.
 
     Args:
         content: The file's bytes.
         form: How a line becomes a request; by default as `workloads.load` says of a workload file.
+        n: Read so many requests only; None for all.
     """
     form = form or WORKLOAD
     requests: list[Request | Refusal] = []
     lines_by_id: dict[str, int] = {}
-    for number, line in _lines(content):
+    for number, line in islice(_lines(content), n):
         fields: Fields = {}
         position = str(len(requests))
         try:
