@@ -8,10 +8,10 @@ import sys
 import numpy as np
 import pytest
 import torch
+from sampling_cases import SplitMix64, plain_noise
 
 from cbresearch.engine.noise import gumbel, noise_key
 
-MASK = 2**64 - 1
 # What SplitMix64 puts out when it is seeded with 1234567; the numbers go round as its test vector.
 VECTOR = (
     6457827717110365317,
@@ -20,30 +20,6 @@ VECTOR = (
     4593380528125082431,
     16408922859458223821,
 )
-
-
-class SplitMix64:
-    """The generator of Steele, Lea and Flood in plain integers."""
-
-    def __init__(self, seed):
-        self.state = seed & MASK
-
-    def next(self):
-        self.state = (self.state + 0x9E3779B97F4A7C15) & MASK
-        return self.mixed(self.state)
-
-    @staticmethod
-    def mixed(value):
-        value = ((value ^ value >> 30) * 0xBF58476D1CE4E5B9) & MASK
-        value = ((value ^ value >> 27) * 0x94D049BB133111EB) & MASK
-        return value ^ value >> 31
-
-
-def reference(key, place, num_tokens):
-    start = SplitMix64.mixed(key & MASK) + place * 0x9E3779B97F4A7C15
-    stream = SplitMix64(SplitMix64.mixed(start & MASK))
-    uniform = [((stream.next() >> 12) + 0.5) / 2**52 for _ in range(num_tokens)]
-    return [-math.log(-math.log(value)) for value in uniform]
 
 
 def uniforms(keys, places, num_tokens):
@@ -67,7 +43,7 @@ def test_the_noise_is_that_of_splitmix64_in_plain_integers():
     keys = [0, 1, -1, 2**63 - 1, -(2**63), noise_key("seed", 5)]
     for place in (0, 1, 7, 2047, 2**31):
         noise = gumbel(torch.tensor(keys), torch.full((len(keys),), place), 33)
-        expected = torch.tensor([reference(key, place, 33) for key in keys], dtype=torch.float64)
+        expected = torch.tensor([plain_noise(key, place, 33) for key in keys], dtype=torch.float64)
         torch.testing.assert_close(noise, expected, rtol=1e-12, atol=1e-14)
 
 
@@ -144,7 +120,13 @@ def test_rows_do_not_depend_on_the_rows_beside_them():
 def test_keys_tell_seeds_ids_and_their_kinds_apart():
     parts = [("seed", n) for n in range(50)]
     parts += [("request", seed, str(n)) for seed in range(5) for n in range(50)]
-    parts += [("request", 1, "1, 2"), ("request", 11, "2x"), ("request", 112, "x"), ("seed", "1"), ("seed", -1)]
+    parts += [
+        ("request", 1, "1, 2"),
+        ("request", 11, "2x"),
+        ("request", 112, "x"),
+        ("seed", "1"),
+        ("seed", -1),
+    ]
     assert len({noise_key(*part) for part in parts}) == len(parts)
     assert noise_key("seed", 10**400) != noise_key("seed", 10**400 + 1)
     assert all(-(2**63) <= noise_key(*part) < 2**63 for part in parts)

@@ -155,7 +155,9 @@ def test_only_the_last_few_tokens_are_decoded_again():
 # Bytes that begin, go on with and end characters of each length, and stop texts that overlap themselves.
 TOKENS = st.lists(
     st.sampled_from(["a", "b", "ab", "ba", "€", "🙂", "é", "\n"]).map(str.encode)
-    | st.sampled_from([b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x99\x82", b"a\xe2", b"\xacb", b"\xff", b""]),
+    | st.sampled_from(
+        [b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x99\x82", b"a\xe2", b"\xacb", b"\xff", b""]
+    ),
     max_size=14,
 )
 STOPS = st.lists(st.text("ab€🙂\n", min_size=1, max_size=4), max_size=3)
