@@ -109,7 +109,7 @@ def plain_scores(logits, prompt, output, sampling, ends):
 
 
 def found_stop(token_ids, stop, num_before):
-    """Return the first (place, stop text) in the whole decoded text that ends behind `num_before`, or None."""
+    """Return the first (place, stop text) of the whole text that ends behind `num_before`, or None."""
     text = decode(token_ids).rstrip(UNFINISHED)
     found = [
         (place, end)

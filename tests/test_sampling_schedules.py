@@ -1,13 +1,13 @@
-"""What a request draws does not depend on the schedule: every way to serve it against a plain answer alone."""
+"""What a request draws does not depend on the schedule: any way to serve it against a plain answer alone."""
 
+import math
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from sampling_cases import EOS, MAX_TOKENS, assert_answers, cases, decode, plain_answer, small_model
-from test_two_tiers import serve_on_model
+from sampling_cases import EOS, MAX_TOKENS, assert_answers, cases, decode, plain_answer, small_model, softmax
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
@@ -34,6 +34,26 @@ def answers(small):
 
 def least_pool(requests, block_size):
     return max(-(-(request.num_prompt_tokens + request.max_tokens - 1) // block_size) for request in requests)
+
+
+def run(loaded, requests, policy, limits, cache, between=None, seed=0):
+    """Serve on pools full of NaN, with every invariant checked after every step."""
+    scheduler = Scheduler(get(policy), limits, cache)
+    executor = ModelExecutor(loaded, limits, cache, seed=seed, fill=math.nan)
+
+    def on_step(record):
+        scheduler.check()
+        if between is not None:
+            between(scheduler, record)
+            scheduler.check()
+
+    trace = serve(requests, scheduler, executor, on_step=on_step)
+    assert scheduler.blocks.num_free_blocks == cache.num_blocks
+    return trace
+
+
+def num_transfers(trace, kind):
+    return sum(step.plan.num_transfers(kind) for step in trace.steps)
 
 
 def storm(mode):
@@ -70,7 +90,7 @@ def test_the_plain_answers_end_in_every_way(answers):
 
 def test_each_request_alone_gives_the_plain_answer(small, answers):
     for request in answers:
-        trace, _ = serve_on_model(small, [request], "fcfs", SchedulerConfig(), CacheConfig(10))
+        trace = run(small, [request], "fcfs", SchedulerConfig(), CacheConfig(10))
         assert_answers(trace, answers)
 
 
@@ -90,9 +110,9 @@ def test_each_request_gives_the_plain_answer_under_random_schedules(shard, small
             bool(rng.integers(2)),
             num_host_blocks=int(rng.choice([0, 3, 200])),
         )
-        trace, executor = serve_on_model(small, requests, POLICIES[seed % len(POLICIES)], limits, cache)
+        trace = run(small, requests, POLICIES[seed % len(POLICIES)], limits, cache)
         assert_answers(trace, answers)
-        seen.update(executor.num_transfers)
+        seen.update({kind: num_transfers(trace, kind) for kind in ("swap_out", "swap_in")})
         seen["preempted"] += sum(record.num_preemptions for record in trace.requests)
         seen["cached"] += sum(record.num_cached_tokens for record in trace.requests)
     assert min(seen[kind] for kind in ("swap_out", "swap_in", "preempted", "cached")) > 0, seen
@@ -106,14 +126,14 @@ def test_each_request_gives_the_plain_answer_although_all_are_preempted_after_ev
 ):
     limits = SchedulerConfig(20, 300)
     cache = CacheConfig(200, 3, caching, num_host_blocks=200)
-    trace, executor = serve_on_model(small, list(answers), policy, limits, cache, storm(mode))
+    trace = run(small, list(answers), policy, limits, cache, storm(mode))
     assert_answers(trace, answers)
     assert [record.num_preemptions for record in trace.requests] == [
         # After its last token nobody runs any more.
         len(tokens) - 1
         for tokens, _, _ in answers.values()
     ]
-    assert (executor.num_transfers["swap_in"] > 0) == (mode != "recompute")
+    assert (num_transfers(trace, "swap_in") > 0) == (mode != "recompute")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -127,7 +147,7 @@ def test_each_request_gives_the_plain_answer_although_all_are_preempted_after_on
         if record.plan.step == step:
             storm(mode)(scheduler, record)
 
-    trace, _ = serve_on_model(small, list(answers), "fcfs", limits, cache, between)
+    trace = run(small, list(answers), "fcfs", limits, cache, between)
     assert_answers(trace, answers)
     assert sum(record.num_preemptions for record in trace.requests) == sum(
         len(tokens) > step + 1 for tokens, _, _ in answers.values()
@@ -142,7 +162,7 @@ def test_a_preemption_within_a_prompt_changes_no_draw(mode, small, answers):
         if record.plan.step < 60:
             storm(mode)(scheduler, record)
 
-    trace, _ = serve_on_model(small, list(answers), "fcfs", limits, cache, between)
+    trace = run(small, list(answers), "fcfs", limits, cache, between)
     assert_answers(trace, answers)
 
 
@@ -157,11 +177,11 @@ def test_float32_draws_what_it_draws_alone_although_all_are_preempted_after_ever
     ]
     alone = {}
     for request in requests:
-        trace, _ = serve_on_model(tiny, [request], "fcfs", SchedulerConfig(), CacheConfig(10))
+        trace = run(tiny, [request], "fcfs", SchedulerConfig(), CacheConfig(10))
         alone |= {request.id: trace.requests[0]}
     cache = CacheConfig(300, 5, num_host_blocks=300)
-    for limits in (SchedulerConfig(20, 2048), SchedulerConfig(3, 40)):
-        trace, _ = serve_on_model(tiny, requests[::-1], "fcfs", limits, cache, storm(mode))
+    for limits in (SchedulerConfig(20, 2048), SchedulerConfig(3, 64)):
+        trace = run(tiny, requests[::-1], "fcfs", limits, cache, storm(mode))
         assert len(trace.requests) == len(alone)
         for record in trace.requests:
             assert (record.tokens, record.finish_reason) == (
@@ -177,7 +197,7 @@ def test_float32_draws_what_it_draws_alone_although_all_are_preempted_after_ever
 def test_a_replay_repeats_a_sampled_run_step_for_step(small, answers):
     requests = [replace(request, arrival=0.002 * n) for n, request in enumerate(answers)]
     limits, cache = SchedulerConfig(5, 30, preemption="swap"), CacheConfig(14, 3, num_host_blocks=9)
-    trace, _ = serve_on_model(small, requests, "fcfs", limits, cache)
+    trace = run(small, requests, "fcfs", limits, cache)
     assert sum(record.num_preemptions for record in trace.requests) > 0
     again = replay(trace, requests, "fcfs")
     assert [step.plan for step in again.steps] == [step.plan for step in trace.steps]
@@ -189,7 +209,7 @@ def test_an_answer_does_not_depend_on_the_global_generators_and_leaves_them_alon
         torch.manual_seed(seed)
         np.random.seed(seed)
         before = torch.random.get_rng_state(), np.random.get_state()[1].tolist()
-        trace, _ = serve_on_model(small, list(answers), "fcfs", SchedulerConfig(), CacheConfig(100))
+        trace = run(small, list(answers), "fcfs", SchedulerConfig(), CacheConfig(100))
         assert_answers(trace, answers)
         assert torch.equal(torch.random.get_rng_state(), before[0])
         assert np.random.get_state()[1].tolist() == before[1]
@@ -207,7 +227,7 @@ def hot(request_id="a", max_tokens=8, **sampling):
 def test_parallel_samples_differ_and_each_is_the_request_of_its_own_seed_alone(mode, small):
     samples = parallel_samples(hot(seed=20, n=5))
     limits, cache = SchedulerConfig(8, 64), CacheConfig(60, 3, num_host_blocks=60)
-    trace, _ = serve_on_model(small, samples, "fcfs", limits, cache, storm(mode) if mode else None)
+    trace = run(small, samples, "fcfs", limits, cache, storm(mode) if mode else None)
     outputs = list(trace.outputs.values())
     assert len(set(outputs)) == 5
     assert outputs == [plain_answer(small, hot(f"other {k}", seed=20 + k))[0] for k in range(5)]
@@ -215,7 +235,7 @@ def test_parallel_samples_differ_and_each_is_the_request_of_its_own_seed_alone(m
 
 def test_parallel_samples_without_a_seed_differ_by_their_ids(small):
     samples = expand([hot(n=4)])
-    trace, _ = serve_on_model(small, samples, "fcfs", SchedulerConfig(8, 64), CacheConfig(60, 3))
+    trace = run(small, samples, "fcfs", SchedulerConfig(8, 64), CacheConfig(60, 3))
     outputs = list(trace.outputs.values())
     assert len(set(outputs)) == 4
     assert outputs == [plain_answer(small, hot(f"a/{k}"))[0] for k in range(4)]
@@ -223,9 +243,8 @@ def test_parallel_samples_without_a_seed_differ_by_their_ids(small):
 
 def test_without_a_seed_the_executors_seed_and_the_id_decide(small):
     def served(request, seed):
-        limits, cache = SchedulerConfig(), CacheConfig(10)
-        executor = ModelExecutor(small, limits, cache, seed=seed)
-        return serve([request], Scheduler(get("fcfs"), limits, cache), executor).outputs[request.id]
+        trace = run(small, [request], "fcfs", SchedulerConfig(), CacheConfig(10), seed=seed)
+        return trace.outputs[request.id]
 
     for seed in (0, 1, 2**70):
         assert served(hot(), seed) == plain_answer(small, hot(), seed)[0]
@@ -235,12 +254,10 @@ def test_without_a_seed_the_executors_seed_and_the_id_decide(small):
 
 
 def test_a_first_token_of_many_samples_follows_the_models_probabilities(small):
-    from sampling_cases import softmax
-
-    number = 3000
-    samples = parallel_samples(hot(max_tokens=1, temperature=1.0, seed=0), number)
-    limits, cache = SchedulerConfig(512, 4096), CacheConfig(1200, 16, True)
-    trace, _ = serve_on_model(small, samples, "fcfs", limits, cache)
+    number = 2000
+    samples = [hot(str(seed), max_tokens=1, temperature=1.0, seed=seed) for seed in range(number)]
+    limits, cache = SchedulerConfig(64, 4096), CacheConfig(64)
+    trace = serve(samples, Scheduler(get("fcfs"), limits, cache), ModelExecutor(small, limits, cache))
     counts = np.bincount([record.tokens[0] for record in trace.requests], minlength=96)
     with torch.inference_mode():
         logits = small.model(torch.tensor([samples[0].prompt]), use_cache=False).logits[0, -1]
