@@ -53,7 +53,7 @@ def tokens_of(choices):
 
 @pytest.fixture
 def scores_of(monkeypatch):
-    """Return a function that chooses in a batch without noise, and gives what each row's choice was made of."""
+    """Return a function that chooses in a batch without noise, and gives the scores of each row as well."""
 
     def scores_of(sampler, logits, rows):
         seen = {}
@@ -121,16 +121,12 @@ def generated(model, prompt, sampling, max_tokens, seed=0):
     return output, [row[0] for row in answer.logits], [row[0] for row in answer.scores]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_probabilities_in_a_mixed_batch_are_those_of_generate_row_by_row(dtype, scores_of):
-    model = small_model(dtype).model
+def test_probabilities_in_a_mixed_batch_are_those_of_generate_row_by_row(scores_of):
+    model = small_model().model
     rng = np.random.default_rng(1)
     mixes = [random_mix(rng) for _ in range(NUM_MIXES)]
     prompts = [rng.integers(VOCAB_SIZE, size=int(rng.integers(1, 12))).tolist() for _ in mixes]
-    answers = [
-        generated(model, prompt, mix, 8, n)
-        for n, (prompt, mix) in enumerate(zip(prompts, mixes, strict=True))
-    ]
+    answers = [generated(model, *pair, 8, seed) for seed, pair in enumerate(zip(prompts, mixes, strict=True))]
     sampler = sampler_of(mixes, [len(prompt) for prompt in prompts])
     num_compared = num_narrowed = 0
     # Rows are at different places of their outputs.
@@ -146,8 +142,8 @@ def test_probabilities_in_a_mixed_batch_are_those_of_generate_row_by_row(dtype, 
         for got, token, (row, _, expected) in zip(found, tokens, batch, strict=True):
             mix = mixes[row.seat]
             if mix.temperature:
-                assert torch.equal(got.isfinite(), expected.isfinite()), mix
-                torch.testing.assert_close(got.softmax(-1).to(dtype), expected.softmax(-1), rtol=0, atol=0)
+                # Not one bit differs: `generate` hands out float32.
+                assert torch.equal(got.float(), expected), mix
             else:
                 assert token == int(expected.argmax()), mix
             num_compared += 1
@@ -345,7 +341,7 @@ def test_a_row_that_is_not_finite_gets_an_error_and_the_others_their_tokens(row,
         torch.stack([good, row, good]), rows_of([[1, 2, 3]] * 3)
     )
     assert (choices[0], choices[2]) == (alone[0], alone[2])
-    assert (choices[1].token, choices[1].logprobs) == (None, choices[1].logprobs)
+    assert (choices[1].token, choices[1].logprobs) == (None, None)
     assert "no logit is finite" in choices[1].error
 
 
