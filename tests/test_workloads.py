@@ -217,7 +217,7 @@ BAD_LINES = {
     "too many answers": ('{"prompt": 4, "max_tokens": 3, "n": 99999999}', ["n is 99999999", "to 10000"]),
     "penalty of 400 digits": (
         f'{{"prompt": 4, "max_tokens": 3, "presence_penalty": {LONG}}}',
-        ["presence_penalty is", "from -100 to 100"],
+        ["presence_penalty is inf", "from -100 to 100"],
     ),
     "min_tokens over max_tokens": (
         '{"prompt": 4, "max_tokens": 3, "min_tokens": 4}',

@@ -170,7 +170,7 @@ def _request(fields: Fields, position: str) -> Request:
                 check_text(key, text)
         if key in ("prompt", "stop_token_ids") and isinstance(value, list):
             _check_token_ids(key, value)
-    given |= {key: seconds(given[key]) for key in ("arrival", "deadline") if key in given}
+    given |= {key: seconds(value) for key, value in given.items() if float in _KEYS[key][0]}
     given.setdefault("id", position)
     sampling = SamplingParams(**{key: given.pop(key) for key in _SAMPLING_KEYS if key in given})
     request = Request(sampling=sampling, **given)
