@@ -121,7 +121,7 @@ def test_each_of_a_list_of_ends_in_the_generation_config_ends_an_output_unless_i
 def test_drawn_tokens_do_not_depend_on_the_token_budget(small):
     requests = [hot(f"r{n}", distinct(20 * n, 11), seed=n) for n in range(4)]
     expected = {request.id: plain_answer(small, request)[0] for request in requests}
-    for budget in range(1, 30):
+    for budget in (1, 2, 3, 5, 11, 13, 44):
         assert run(small, requests, limits=SchedulerConfig(4, budget)).outputs == expected, budget
 
 

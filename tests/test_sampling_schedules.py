@@ -19,7 +19,7 @@ from cbresearch.simulator import replay
 
 POLICIES = ("static", "static:release", "fcfs", "prefill_first", "sjf", "vllm_v1", "vllm_v1:priority")
 MODES = ("recompute", "swap")
-NUM_SCHEDULES = 42
+NUM_SCHEDULES = 30
 
 
 @pytest.fixture(scope="module")
