@@ -167,11 +167,12 @@ def _request(fields: Fields, position: str) -> Request:
         kinds, remedy = _KEYS[key]
         if type(value) not in kinds:
             raise ValueError(f"{key} is {shown(value)}; it must be {remedy}")
-        if isinstance(value, str):
-            check_text(key, value)
+        for text in value if key == "stop" else [value]:
+            if isinstance(text, str):
+                check_text(key, text)
         if key in ("prompt", "stop_token_ids") and isinstance(value, list):
             _check_token_ids(key, value)
-    given |= {key: seconds(given[key]) for key in ("arrival", "deadline") if key in given}
+    given |= {key: seconds(value) for key, value in given.items() if float in _KEYS[key][0]}
     given.setdefault("id", position)
     sampling = SamplingParams(**{key: given.pop(key) for key in _SAMPLING_KEYS if key in given})
     request = Request(sampling=sampling, **given)
