@@ -1,6 +1,6 @@
 """Which code computes the attention: PyTorch, or the Triton kernels."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from cbresearch.attention.layout import PagedStep
     from cbresearch.kernels.layout import Layout
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "triton", "native")
 
 
 def choose_backend(asked: str | None, shape: ModelShape, device: torch.device) -> str:
@@ -39,6 +39,51 @@ def choose_backend(asked: str | None, shape: ModelShape, device: torch.device) -
             "'torch' for this model"
         )
     return asked or ("triton" if device.type == "cuda" and is_plain else "torch")
+
+
+class NativeStep(NamedTuple):
+    """What the C++ kernel needs to know of a step; nothing but tensors and constants, so that it compiles.
+
+    Attributes:
+        kv: The pool of each layer.
+        packed: int64, in one row: the numbers of sequences and of columns of the block tables; each sequence's
+            first token, tokens, start, and whether they are written; the block tables, row by row.
+        block_size: Tokens of a block.
+        windows: Tokens that each layer attends to at most, None for the whole context.
+    """
+
+    kv: tuple[Tensor, ...]
+    packed: Tensor
+    block_size: int
+    windows: tuple[int | None, ...]
+
+
+def attend_natively(
+    step: NativeStep,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Write a layer's keys and values into the pool and attend, in C++; as `attend_with_kernels`."""
+    attended: Tensor = torch.ops.cbresearch.native_attention(
+        query,
+        key,
+        value,
+        step.kv[layer],
+        step.packed,
+        sinks,
+        step.block_size,
+        window or 0,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        softcap or 0.0,
+    )
+    return attended
 
 
 def attend_with_kernels(

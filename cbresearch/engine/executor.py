@@ -1,14 +1,14 @@
 """Carry out plans on a transformers model, and measure how long they take."""
 
-import inspect
 import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from cbresearch.attention import LatentCache, PagedCache, PagedStep, batch_order, choose_backend, paged_model
+from cbresearch.attention import PagedCache, PagedStep, batch_order, choose_backend
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
+from cbresearch.engine.forward import choose_forward
 from cbresearch.models import LoadedModel, layer_windows
 from cbresearch.plan import Plan, StepResult
 from cbresearch.request import Request
@@ -24,7 +24,9 @@ class ModelExecutor:
         loaded: The model.
         scheduler: The limits that the plans obey.
         cache: The KV pool to allocate.
-        backend: What computes the attention: "torch", "triton", or None for what suits the device.
+        backend: What computes the attention: "torch", "triton", "native" (C++), or None for what suits.
+        compile: Compile the model, for float32 on a CPU; the attention and the linear layers are then C++. The
+            first forward takes a while.
         clock: Seconds, for the durations.
         fill: Value to fill the KV pools with, for tests; by default they are left uninitialised.
 
@@ -39,6 +41,7 @@ class ModelExecutor:
         cache: CacheConfig,
         *,
         backend: str | None = None,
+        compile: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         fill: float | None = None,
     ) -> None:
@@ -49,14 +52,12 @@ class ModelExecutor:
             loaded.shape,
             cache,
             windows=layer_windows(model.config, loaded.shape.num_layers),
-            backend=choose_backend(backend, loaded.shape, model.device),
+            backend=choose_backend(backend or ("native" if compile else None), loaded.shape, model.device),
             dtype=model.dtype,
             device=model.device,
             fill=fill,
         )
-        # transformers 5.24 renamed the argument.
-        takes_cache = "cache" in inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if takes_cache else "past_key_values"
+        self._run_model = choose_forward(loaded, self.cache, compile)
         self._clock = clock
         self._block_size = cache.block_size
         self._token_ids = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
@@ -171,21 +172,9 @@ class ModelExecutor:
     @torch.inference_mode()
     def _forward(self, step: PagedStep, token_ids: np.ndarray, keep: np.ndarray) -> Sequence[int | None]:
         """Return the greedy token behind each kept place of the batch, or None where it is not finite."""
-        model = self.loaded.model
-        device = model.device
         # A step of unfinished prompts samples nothing; it still runs, on one place's logits.
         places = keep if len(keep) else np.array([len(token_ids) - 1])
-        # Other models hand the attention function what there is to cache.
-        latents = {} if self.cache.latent_dim is None else {self._cache_argument: LatentCache(step)}
-        with paged_model(model):
-            logits = model(
-                input_ids=torch.from_numpy(token_ids)[None].to(device),
-                position_ids=torch.from_numpy(step.positions)[None].to(device),
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(places).to(device),
-                paged=step,
-                **latents,
-            ).logits[0, : len(keep)]
+        logits = self._run_model(token_ids, step, places)[: len(keep)]
         best = logits.argmax(-1)
         finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
         return [token if fine else None for token, fine in zip(best.tolist(), finite.tolist(), strict=True)]
