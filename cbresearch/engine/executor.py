@@ -8,7 +8,7 @@ import torch
 
 from cbresearch.attention import PagedCache, PagedStep, batch_order, choose_backend
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
-from cbresearch.engine.forward import choose_forward
+from cbresearch.engine.forward import CompiledForward, EagerForward, Forward
 from cbresearch.models import LoadedModel, layer_windows
 from cbresearch.plan import Plan, StepResult
 from cbresearch.request import Request
@@ -25,8 +25,8 @@ class ModelExecutor:
         scheduler: The limits that the plans obey.
         cache: The KV pool to allocate.
         backend: What computes the attention: "torch", "triton", "native" (C++), or None for what suits.
-        compile: Compile the model, for float32 on a CPU; the attention and the linear layers are then C++. The
-            first forward takes a while.
+        compile: Compile the model, for float32 on a CPU; see `CompiledForward`. The first forward then takes
+            long, so that `warm_up` is best called first.
         clock: Seconds, for the durations.
         fill: Value to fill the KV pools with, for tests; by default they are left uninitialised.
 
@@ -52,12 +52,12 @@ class ModelExecutor:
             loaded.shape,
             cache,
             windows=layer_windows(model.config, loaded.shape.num_layers),
-            backend=choose_backend(backend or ("native" if compile else None), loaded.shape, model.device),
+            backend=choose_backend("native" if compile else backend, loaded.shape, model.device, model.dtype),
             dtype=model.dtype,
             device=model.device,
             fill=fill,
         )
-        self._run_model = choose_forward(loaded, self.cache, compile)
+        self._run_model: Forward = (CompiledForward if compile else EagerForward)(model, self.cache)
         self._clock = clock
         self._block_size = cache.block_size
         self._token_ids = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Attention on a CPU in C++: built by the system's compiler when it is first asked for, and called as one operator."""
+"""Attention and matrix products on a CPU, in C++ that is built when it is first needed."""
 
 import ctypes
 import os
@@ -14,10 +14,10 @@ from torch.nn.functional import pad
 
 _SOURCE = Path(__file__).with_name("native.cpp")
 # Sums may be reordered, so that they become vector instructions; NaN and infinity stay what they are.
-_FLAGS = (
-    "-std=c++17 -O3 -march=native -fPIC -shared "
-    "-fno-math-errno -fassociative-math -fno-signed-zeros -fno-trapping-math"
-).split()
+_FLAGS = [
+    *("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared"),
+    *("-fno-math-errno", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"),
+]
 
 _POINTERS = ("q", "k", "v", "sinks", "out", "kv", "step")
 _INTEGERS = (
@@ -89,7 +89,7 @@ def library() -> ctypes.CDLL:
 
 
 def pack(weight: Tensor) -> Tensor:
-    """Return a linear layer's `[num_outputs, num_inputs]` weight in panels, `[num_panels, num_inputs, width]`.
+    """Return a linear layer's `[num_outputs, num_inputs]` weight as `[num_panels, num_inputs, width]`.
 
     A panel holds some outputs side by side, for each input after the other, so that a product reads the
     weights in one stream. Zeros fill up the last one.
