@@ -8,7 +8,7 @@ import torch
 
 from cbresearch.attention import PagedCache, PagedStep, batch_order, choose_backend
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
-from cbresearch.engine.forward import CompiledForward, EagerForward, Forward
+from cbresearch.engine.forward import CompiledForward, EagerForward, Forward, GraphForward
 from cbresearch.models import LoadedModel, layer_windows
 from cbresearch.plan import Plan, StepResult
 from cbresearch.request import Request
@@ -27,6 +27,7 @@ class ModelExecutor:
         backend: What computes the attention: "torch", "triton", "native" (C++), or None for what suits.
         compile: Compile the model, for float32 on a CPU; see `CompiledForward`. The first forward then takes
             long, so that `warm_up` is best called first.
+        graphs: Capture decode steps as CUDA graphs; see `GraphForward`.
         clock: Seconds, for the durations.
         fill: Value to fill the KV pools with, for tests; by default they are left uninitialised.
 
@@ -42,6 +43,7 @@ class ModelExecutor:
         *,
         backend: str | None = None,
         compile: bool = False,
+        graphs: bool = False,
         clock: Callable[[], float] = time.perf_counter,
         fill: float | None = None,
     ) -> None:
@@ -57,7 +59,12 @@ class ModelExecutor:
             device=model.device,
             fill=fill,
         )
-        self._run_model: Forward = (CompiledForward if compile else EagerForward)(model, self.cache)
+        self._run_model: Forward
+        if graphs:
+            longest = min(cache.num_tokens, loaded.shape.max_model_len or cache.num_tokens)
+            self._run_model = GraphForward(model, self.cache, scheduler.max_num_seqs, longest)
+        else:
+            self._run_model = (CompiledForward if compile else EagerForward)(model, self.cache)
         self._clock = clock
         self._block_size = cache.block_size
         self._token_ids = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)

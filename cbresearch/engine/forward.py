@@ -1,4 +1,4 @@
-"""Run a step's tokens through the model: as it is, or compiled."""
+"""Run a step's tokens through the model: as it is, as captured graphs, or compiled."""
 
 import copy
 import inspect
@@ -7,11 +7,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from cbresearch.attention import ATTENTION_NAME, LatentCache, NativeStep, PagedCache, PagedStep, paged_model
-from cbresearch.kernels import native
+from cbresearch.attention import (
+    ATTENTION_NAME,
+    LatentCache,
+    NativeStep,
+    PagedCache,
+    PagedStep,
+    StaticStep,
+    pack_linear_layers,
+    paged_model,
+)
 
 # Token ids, the step, and the places whose logits are wanted, to logits `[num places, vocab]`.
 Forward = Callable[[np.ndarray, PagedStep, np.ndarray], Tensor]
@@ -44,18 +52,86 @@ class EagerForward:
             ).logits[0]
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose weights lie in the order in which the C++ product reads them."""
+class GraphForward:
+    """Replay decode steps as CUDA graphs, captured once for each of a few batch sizes.
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.out_features = linear.out_features
-        self.panels = native.pack(linear.weight)
-        self.bias = linear.bias
+    A step is padded to the next size. Steps with prompt tokens, and larger ones, run as they are. On a CPU,
+    where there is nothing to capture, a replay runs the same function on the same tensors again.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the outputs `[..., out_features]`."""
-        return torch.ops.cbresearch.native_linear(x, self.panels, self.bias, self.out_features)
+    Args:
+        model: The model.
+        cache: The pool; its attention runs in Triton.
+        max_num_seqs: The largest batch.
+        max_context: Tokens of the longest context that may come.
+        num_splits: Pieces that each context is cut into; by default as many as fill the device.
+
+    Raises:
+        ValueError: The attention does not run in Triton.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        max_num_seqs: int,
+        max_context: int,
+        num_splits: int | None = None,
+    ) -> None:
+        if cache.backend != "triton":
+            raise ValueError(
+                f"graphs replay Triton's kernels, and the attention backend is {cache.backend!r}; leave "
+                "graphs out, or take the backend 'triton'"
+            )
+        self._model = model
+        self._eager = EagerForward(model, cache)
+        sizes = sorted({*(2**n for n in range(max_num_seqs.bit_length())), max_num_seqs})
+        self._pool: Any = None
+        self._graphs: dict[int, tuple[StaticStep, Callable[[], Tensor]]] = {}
+        # The largest first, so that the others fit into its memory.
+        for size in reversed(sizes):
+            step = StaticStep(cache, size, max_context, num_splits)
+            self._graphs[size] = step, self._capture(step)
+
+    @torch.inference_mode()
+    def __call__(self, token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> Tensor:
+        """Return the logits `[num places, vocab]` behind some places of a step."""
+        num = len(token_ids)
+        sizes = [size for size in self._graphs if size >= num]
+        if num > len(step.starts) or not sizes:
+            return self._eager(token_ids, step, places)
+        static, replay = self._graphs[min(sizes)]
+        static.fill(token_ids, step)
+        logits = replay()
+        return logits[torch.from_numpy(places).to(logits.device)]
+
+    def _run(self, step: StaticStep) -> Tensor:
+        with paged_model(self._model):
+            logits: Tensor = self._model(
+                input_ids=step.token_ids, position_ids=step.positions, use_cache=False, paged=step
+            ).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _capture(self, step: StaticStep) -> Callable[[], Tensor]:
+        if step.token_ids.device.type != "cuda":
+            return lambda: self._run(step)
+        # What is compiled or allocated at a first call must not fall into the graph.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._run(step)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._run(step)
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
 
 
 class CompiledForward:
@@ -71,10 +147,7 @@ class CompiledForward:
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self._model = copy.deepcopy(model, memo=shared)
         self._model.config._attn_implementation = ATTENTION_NAME
-        for module in list(self._model.modules()):
-            for name, child in module.named_children():
-                if type(child) is nn.Linear:
-                    setattr(module, name, PackedLinear(child))
+        pack_linear_layers(self._model)
         self._compiled = torch.compile(
             self._run,
             fullgraph=True,
