@@ -2,7 +2,8 @@
 
 The others are transformers' `generate` on left-padded batches, transformers' own continuous batching
 (`generate_batch`), and vLLM's CPU build. That one needs an environment of its own, whose Python is named by
-CBRESEARCH_VLLM_PYTHON; `make vllm` sets it up beside the project's. Without it vLLM is left out.
+CBRESEARCH_VLLM_PYTHON; `make bench-vllm` sets it up beside the project's (`set_up_vllm`). Without it vLLM
+is left out.
 
 Contestants take turns, and medians are compared, since absolute figures move from run to run on a shared
 machine; a ratio's range is that of the ratios inside each round. Nobody's start-up is counted: models are
