@@ -1,7 +1,7 @@
 """Set up vLLM's CPU build in an environment of its own: `python tests/set_up_vllm.py FOLDER`.
 
-It goes over the torch that this project pins. Of its requirements, torch's companions for images and sound are
-left out, and two packages come without theirs, which name other builds of torch.
+It goes over the torch that this project pins. Of its requirements, torch's companions for images and sound
+are left out, and two packages come without theirs, which name other builds of torch.
 """
 
 import subprocess
