@@ -76,11 +76,13 @@ void store(const Call &call, const Sequence &seq, int64_t place) {
 // Attend with some queries of a sequence for KV heads `head` to `last_head`. DIM is the size of keys and values
 // where it is known when this is compiled, or 0.
 template <int DIM>
-void attend(const Call &call, const Sequence &seq, int64_t head, int64_t last_head, int64_t first, int64_t num_queries) {
+void attend(
+    const Call &call, const Sequence &seq, int64_t head, int64_t last_head, int64_t first, int64_t num_queries) {
     const int64_t key_dim = DIM ? DIM : call.key_dim, value_dim = DIM ? DIM : call.value_dim;
     const int64_t group = call.num_heads / call.num_kv_heads, head_size = key_dim + value_dim;
     const int64_t rows = num_queries * group, all_rows = rows * (last_head - head);
-    std::vector<float> q(all_rows * key_dim), acc(all_rows * value_dim, 0.0f), top(all_rows, -INF), sum(all_rows, 0.0f);
+    std::vector<float> q(all_rows * key_dim), acc(all_rows * value_dim, 0.0f);
+    std::vector<float> top(all_rows, -INF), sum(all_rows, 0.0f);
     const auto query_head = [&](int64_t row) { return (head + row / rows) * group + row % group; };
     const auto token = [&](int64_t row) { return seq.token + first + row % rows / group; };
     for (int64_t row = 0; row < all_rows; ++row) {
@@ -208,7 +210,8 @@ extern "C" void cbresearch_linear(const Product *given, int num_threads) {
 #pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads) if (is_large)
     for (int64_t panel = 0; panel < num_panels; ++panel) {
         int64_t row = 0;
-        for (; row + PRODUCT_ROWS <= product.num_rows; row += PRODUCT_ROWS) multiply<PRODUCT_ROWS>(product, row, panel);
+        for (; row + PRODUCT_ROWS <= product.num_rows; row += PRODUCT_ROWS)
+            multiply<PRODUCT_ROWS>(product, row, panel);
         if (row < product.num_rows) multiply_rest<PRODUCT_ROWS - 1>(product, row, product.num_rows - row, panel);
     }
 }
