@@ -128,6 +128,7 @@ def batch_invariant(loaded: LoadedModel, num_rows: int = 16) -> Iterator[None]:
     `num_rows` tokens at a time, the last of them filled up with zeros. Norms and activations take one token
     at a time, for a vectorised loop computes the elements behind its last full vector in another way.
     Attention takes one query at a time, with its own context and no padding.
+    It reaches the model as transformers wrote it, not one that an executor compiled or captured as graphs.
     Source: Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025: fixed tiles and splits.
 
     Args:
