@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import numpy as np
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.experiments.environment import progress_bar
-from cbresearch.experiments.points import Point, count_kept, run_all
+from cbresearch.experiments.points import Point, checked_seeds, count_kept, run_all
 from cbresearch.metrics import Slo
 from cbresearch.policies import Policy, get
 from cbresearch.request import Refusal, Request
@@ -60,22 +60,24 @@ class Capacity:
         return all(later <= earlier for earlier, later in pairwise(shares))
 
     def __str__(self) -> str:
-        promise = f"{self.attainment:.1%} of the requests keep {self.slo}"
+        demands = {field.name: getattr(self.slo, field.name) for field in fields(self.slo)}
+        promised = ", ".join(f"{name} ≤ {most:g} s" for name, most in demands.items() if most is not None)
+        share = f"{self.attainment:.4g} of the requests"
         if self.kept is None:
             lowest = self.tried[0]
             return (
-                f"no rate tried is low enough that {promise}: at {lowest.rate:g} requests/s it is "
-                f"{lowest.attainment:.1%}; a request alone may be too slow, or start lower"
+                f"at no rate tried do {share} keep {promised}: at {lowest.rate:.4g} requests/s "
+                f"{lowest.attainment:.4g} do; start lower, unless a request alone takes too long"
             )
         if self.lost is None:
             highest = self.tried[-1]
             return (
-                f"no rate tried is so high that fewer than {promise}: at {highest.rate:g} requests/s it is "
-                f"{highest.attainment:.1%}; draw more requests, so that a queue can grow"
+                f"at every rate tried {share} keep {promised}: at {highest.rate:.4g} requests/s "
+                f"{highest.attainment:.4g} do; draw more requests, so that queues can grow, or start higher"
             )
         return (
-            f"up to {self.kept.rate:g} requests/s {promise} ({self.kept.attainment:.1%}); "
-            f"at {self.lost.rate:g} it is {self.lost.attainment:.1%}"
+            f"up to {self.kept.rate:.4g} requests/s, {share} keep {promised}: there {self.kept.attainment:.4g} "
+            f"do, and at {self.lost.rate:.4g} requests/s {self.lost.attainment:.4g}"
         )
 
 
@@ -125,9 +127,7 @@ def capacity(
     for name, value in (("start", start), ("tolerance", tolerance), ("max_doublings", max_doublings)):
         if not 0 < value < math.inf:
             raise ValueError(f"{name} is {value!r}; it must be a positive number")
-    numbers = list(dict.fromkeys(seeds))
-    if not numbers:
-        raise ValueError("no seed is given; give at least one")
+    numbers = checked_seeds(seeds)
     built = get(policy) if isinstance(policy, str) else policy
     limits = scheduler or SchedulerConfig()
     tried: dict[float, TriedRate] = {}
@@ -172,7 +172,7 @@ def _bracket(
     """Return a rate that keeps and one that does not, a factor of 2 apart; None for what is not there."""
     rate = start
     upwards = keeps(rate)
-    for _ in range(max_doublings):
+    for _ in range(int(max_doublings)):
         following = rate * 2 if upwards else rate / 2
         if keeps(following) != upwards:
             return (rate, following) if upwards else (following, rate)

@@ -201,7 +201,7 @@ def _content(cell: types.CellType) -> Any:
 def _globals(code: types.CodeType) -> Iterator[str]:
     """Yield the names of globals that some code loads, that of the functions within it included."""
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             yield instruction.argval
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

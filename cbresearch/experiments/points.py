@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import index
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +69,8 @@ def measure(point: Point) -> dict[str, float | int | None]:
         measured["slo_attainment"] = slo_attainment(trace, point.slo)
         measured["goodput_requests_per_s"] = goodput(trace, point.slo)
     # What is read from a file later is then equal to what was computed; what JSON cannot hold raises here.
-    return json.loads(json.dumps(measured, allow_nan=False))
+    again: dict[str, float | int | None] = json.loads(json.dumps(measured, allow_nan=False))
+    return again
 
 
 def count_kept(point: Point) -> tuple[int, int]:
@@ -98,13 +100,43 @@ def run_all(
         parallel = Parallel(n_jobs=n_jobs, batch_size=1, return_as="generator_unordered")
     except ValueError:
         # Backends built on a pool, Ray's among them, hand over nothing before the end: they get it in rounds.
-        parallel = Parallel(n_jobs=n_jobs, batch_size=1)
         size = 2 * effective_n_jobs(n_jobs)
-        while batch := list(islice(calls, size)):
-            yield from parallel(batch)
+        with Parallel(n_jobs=n_jobs, batch_size=1) as parallel:
+            while batch := list(islice(calls, size)):
+                yield from parallel(batch)
     else:
         yield from parallel(calls)
     yield from outcomes
+
+
+def checked_seeds(seeds: Any) -> list[int]:
+    """Return the seeds as plain ints.
+
+    Raises:
+        ValueError: There is none, one is no integer of at least 0, or one is given twice.
+    """
+    if not isinstance(seeds, Iterable):
+        raise ValueError(f"seeds is {seeds!r}; give several, such as range(5)")
+    checked = []
+    for given in seeds:
+        try:
+            seed = -1 if isinstance(given, bool) else index(given)
+        except TypeError:
+            seed = -1
+        if seed < 0:
+            raise ValueError(f"a seed is {given!r}; give integers of at least 0")
+        checked.append(seed)
+    if not checked:
+        raise ValueError("no seed is given; give at least one")
+    refuse_twice(checked, "seed")
+    return checked
+
+
+def refuse_twice(things: Sequence[Any], what: str) -> None:
+    """Raise ValueError if one of the things is given twice."""
+    for place, thing in enumerate(things):
+        if thing in things[:place]:
+            raise ValueError(f"{what} {thing!r} is given twice; give each once, or labels of their own")
 
 
 def _pickled(points: Sequence[tuple[int, Point]], failed: list[Outcome]) -> Iterator[tuple[int, bytes]]:

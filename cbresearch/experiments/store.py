@@ -29,7 +29,7 @@ class RunStore:
         path = self._path(key)
         try:
             stored = json.loads(path.read_bytes())
-            metrics = stored["metrics"]
+            metrics: dict[str, Any] = stored["metrics"]
             whole = stored["key"] == key and stored["sha256"] == _checksum(metrics)
         except FileNotFoundError:
             return None

@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from itertools import product
-from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,7 +17,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.experiments.environment import environment, progress_bar
 from cbresearch.experiments.fingerprint import digest, file_digest, package_digest
-from cbresearch.experiments.points import Draw, Point, measure, run_all
+from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, refuse_twice, run_all
 from cbresearch.experiments.store import RunStore
 from cbresearch.metrics import Slo, mean_interval
 from cbresearch.policies import Policy, get, suggestion
@@ -191,14 +190,15 @@ def sweep(
     limits = SchedulerConfig() if scheduler is None else scheduler
     schedulers = _several(limits, SchedulerConfig, "SchedulerConfig")
     caches = _several(cache, CacheConfig | None, "CacheConfig")
-    numbers = _several(map(_seed, _checked_seeds(seeds)), int, "seed")
+    numbers = checked_seeds(seeds)
     built = {label: _built(policy) for label, policy in chosen.items()}
     grid = list(product(drawn, built, schedulers, caches, numbers))
     points: dict[int, Point] = {}
     found: dict[int, Run] = {}
 
     def run(place: int, metrics: Mapping[str, Any], error: str | None = None) -> Run:
-        return Run(*grid[place], metrics=metrics, error=error)
+        workload, policy, step_limits, pool, seed = grid[place]
+        return Run(workload, policy, step_limits, pool, seed, metrics, error)
 
     for place, (workload, policy, step_limits, pool, seed) in enumerate(grid):
         decider = built[policy]
@@ -255,7 +255,7 @@ def _labelled(given: Any, label_of: Callable[[Any], str | None], what: str) -> d
         for thing, label in zip(things, labels, strict=True):
             if label is None:
                 raise ValueError(f"the {what} {thing!r} has no name; give it one, as in {{'mine': …}}")
-        _refuse_twice(labels, what)
+        refuse_twice(labels, what)
         labelled = dict(zip(labels, things, strict=True))
     if not labelled:
         raise ValueError(f"no {what} is given; name at least one")
@@ -299,31 +299,8 @@ def _several(given: Any, single: Any, what: str) -> list[Any]:
     for thing in things:
         if not isinstance(thing, single):
             raise ValueError(f"the {what} is {thing!r}, which is of another kind")
-    _refuse_twice(things, what)
+    refuse_twice(things, what)
     return things
-
-
-def _refuse_twice(things: list[Any], what: str) -> None:
-    for place, thing in enumerate(things):
-        if thing in things[:place]:
-            raise ValueError(f"{what} {thing!r} is given twice; give each once, or labels of their own")
-
-
-def _checked_seeds(seeds: Any) -> list[Any]:
-    try:
-        return list(seeds)
-    except TypeError:
-        raise ValueError(f"seeds is {seeds!r}; give several, such as range(5)") from None
-
-
-def _seed(value: Any) -> int:
-    try:
-        seed = -1 if isinstance(value, bool) else index(value)
-    except TypeError:
-        seed = -1
-    if seed < 0:
-        raise ValueError(f"a seed is {value!r}; give integers of at least 0")
-    return seed
 
 
 def _keys(points: Mapping[int, Point]) -> dict[int, str]:
