@@ -2,7 +2,7 @@
 
     python tests/sweep_study.py OUTPUT [--folder FOLDER] [--jobs N | --dask]
 
-Each run that is computed adds a line to the file that SWEEP_LOG names. Once that has SWEEP_STOP_AFTER lines,
+Each run that is computed adds a line to the file that SWEEP_LOG names, if any. Once that has SWEEP_STOP_AFTER lines,
 the next run hangs, so that it can be killed in the middle.
 """
 
@@ -42,6 +42,8 @@ def stream(rate, rng):
 
 
 def note():
+    if "SWEEP_LOG" not in os.environ:
+        return
     path = Path(os.environ["SWEEP_LOG"])
     if path.exists() and path.read_text().count("\n") >= int(os.environ.get("SWEEP_STOP_AFTER", NUM_RUNS)):
         time.sleep(600)

@@ -76,8 +76,8 @@ class Capacity:
                 f"{highest.attainment:.4g} do; draw more requests, so that queues can grow, or start higher"
             )
         return (
-            f"up to {self.kept.rate:.4g} requests/s, {share} keep {promised}: there {self.kept.attainment:.4g} "
-            f"do, and at {self.lost.rate:.4g} requests/s {self.lost.attainment:.4g}"
+            f"up to {self.kept.rate:.4g} requests/s, {share} keep {promised}: there "
+            f"{self.kept.attainment:.4g} do, at {self.lost.rate:.4g} requests/s {self.lost.attainment:.4g}"
         )
 
 

@@ -93,20 +93,22 @@ def run_all(
     """
     from joblib import Parallel, delayed, effective_n_jobs
 
-    outcomes: list[Outcome] = []
-    calls = (delayed(_run)(function, place, content) for place, content in _pickled(points, outcomes))
+    unsent: list[Outcome] = []
+    calls = (delayed(_run)(function, place, content) for place, content in _pickled(points, unsent))
     try:
         # One run a task: what is finished is handed over, and can be stored, at once.
-        parallel = Parallel(n_jobs=n_jobs, batch_size=1, return_as="generator_unordered")
+        stream = Parallel(n_jobs=n_jobs, batch_size=1, return_as="generator_unordered")
     except ValueError:
         # Backends built on a pool, Ray's among them, hand over nothing before the end: they get it in rounds.
-        size = 2 * effective_n_jobs(n_jobs)
-        with Parallel(n_jobs=n_jobs, batch_size=1) as parallel:
-            while batch := list(islice(calls, size)):
-                yield from parallel(batch)
+        stream = None
+    if stream is not None:
+        yield from stream(calls)
     else:
-        yield from parallel(calls)
-    yield from outcomes
+        size = 2 * effective_n_jobs(n_jobs)
+        with Parallel(n_jobs=n_jobs, batch_size=1) as pool:
+            while batch := list(islice(calls, size)):
+                yield from pool(batch)
+    yield from unsent
 
 
 def checked_seeds(seeds: Any) -> list[int]:
@@ -139,7 +141,7 @@ def refuse_twice(things: Sequence[Any], what: str) -> None:
             raise ValueError(f"{what} {thing!r} is given twice; give each once, or labels of their own")
 
 
-def _pickled(points: Sequence[tuple[int, Point]], failed: list[Outcome]) -> Iterator[tuple[int, bytes]]:
+def _pickled(points: Sequence[tuple[int, Point]], unsent: list[Outcome]) -> Iterator[tuple[int, bytes]]:
     """Yield the points as bytes: each run has objects of its own, in every backend alike."""
     # It takes along classes and functions that a worker cannot import, such as those of a notebook's cells.
     import cloudpickle
@@ -148,7 +150,7 @@ def _pickled(points: Sequence[tuple[int, Point]], failed: list[Outcome]) -> Iter
         try:
             content = cloudpickle.dumps(point)
         except Exception as error:
-            failed.append(Outcome(place, None, _text(error)))
+            unsent.append(Outcome(place, None, _text(error)))
         else:
             yield place, content
 
