@@ -2,8 +2,8 @@
 
     python tests/sweep_study.py OUTPUT [--folder FOLDER] [--jobs N | --dask]
 
-Each run that is computed adds a line to the file that SWEEP_LOG names, if any. Once that has SWEEP_STOP_AFTER lines,
-the next run hangs, so that it can be killed in the middle.
+Each run that is computed adds a line to the file that SWEEP_LOG names, if any. Once that has SWEEP_STOP_AFTER
+lines, the next run hangs, so that it can be killed in the middle.
 """
 
 import argparse
