@@ -124,7 +124,6 @@ def test_attainment_that_rises_with_the_rate_is_told():
         ({"policy": "fcsf"}, "'fcfs'"),
         ({"workload": lambda rate, rng: []}, "draws nobody at 1 requests/s"),
     ],
-    ids=str,
 )
 def test_what_cannot_be_searched_is_refused_with_the_value(changes, said):
     with pytest.raises(ValueError, match=said):
