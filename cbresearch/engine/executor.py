@@ -203,6 +203,8 @@ class ModelExecutor:
 
     def _append_blocks(self, seat: int, block_ids: tuple[int, ...]) -> None:
         held = self._num_blocks[seat]
+        # A contiguous reservation has more blocks than its request can come to fill.
+        self._block_tables = _widened(self._block_tables, held + len(block_ids))
         self._block_tables[seat, held : held + len(block_ids)] = block_ids
         self._num_blocks[seat] = held + len(block_ids)
 
