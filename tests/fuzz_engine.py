@@ -62,7 +62,7 @@ EOS = frozenset({7, 42, 89})
 SEEDS_PER_LIBRARY = 1000
 BATCH = 20
 
-STAGES = ("waiting", "prefilling", "decoding", "preempted", "swapped")
+STAGES = ("decoding", "waiting", "prefilling", "preempted", "swapped")
 TRANSFERS = {"copy": "copied on write", "swap_out": "swapped out", "swap_in": "swapped in"}
 EVENTS = (
     *(f"aborted while {stage}" for stage in STAGES),
@@ -286,7 +286,7 @@ def draw_requests(rng: np.random.Generator, shelf: Library, budget: int) -> list
 
 
 def add_impossible(rng: np.random.Generator, requests: list[Request]) -> list[Request | Refusal]:
-    """Put some among the requests that nobody can serve."""
+    """Put some among the requests that cannot be served."""
     mixed: list[Request | Refusal] = list(requests)
     for place in range(int(rng.choice([0, 0, 0, 1, 2]))):
         arrival = float(rng.random() * 20)
@@ -421,8 +421,9 @@ class Meddler:
         live = self._live()
         if not live:
             return
-        # By stage first: few are ever swapped out or halfway through their prompt.
-        wanted = self._one_of(sorted({stage(state) for state in live}))
+        # By stage, the rare ones first: few are ever swapped out.
+        stages = sorted({stage(state) for state in live}, key=STAGES.index)
+        wanted = stages[-1] if self.rng.integers(2) else self._one_of(stages)
         chosen = [self._one_of([state for state in live if stage(state) == wanted])]
         if self.rng.random() < 0.03:
             chosen = live
