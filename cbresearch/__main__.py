@@ -49,12 +49,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 num_host_blocks=options.host_blocks,
                 seed=options.seed,
             )
-    except (ValueError, FloatingPointError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     _write(comparison, folder, options)
     _show(comparison, folder)
-    return 0 if any(trace.served for trace in comparison.traces.values()) else 1
+    records = (record for trace in comparison.traces.values() for record in trace.requests)
+    return 0 if any(record.is_complete for record in records) else 1
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -161,9 +162,14 @@ def _show(comparison: Comparison, folder: Path) -> None:
         )
         print(f"\n> {_shortened(prompt)}\n{_shortened(first)}\n[{verdict}]")
     runs = comparison.traces.values()
-    refused = {record.id: record.error for trace in runs for record in trace.requests if record.error}
-    for error in refused.values():
-        print(f"refused: {error}", file=sys.stderr)
+    errors = {
+        record.id: f"{'refused' if record.is_refused else 'failed'}: {record.error}"
+        for trace in runs
+        for record in trace.requests
+        if record.error
+    }
+    for error in errors.values():
+        print(error, file=sys.stderr)
     print(
         f"\nThe report is {folder / 'report.html'}; results.json, requests.csv and steps.csv lie beside it."
     )

@@ -17,7 +17,7 @@ from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.plan import Plan
 from cbresearch.policies import Policy, get
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Refusal, Request, expand
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve
 from cbresearch.simulator import CostExecutor, roomy_pool, simulate
@@ -162,7 +162,6 @@ def compare(
 
     Raises:
         ValueError: A name is unknown or a limit out of range.
-        FloatingPointError: The model returned logits that are not finite.
     """
     built = _built(policies)
     given = _given(workload, seed)
@@ -171,14 +170,14 @@ def compare(
 
     loaded = models.load(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
     rng = np.random.default_rng(seed)
-    requests = resolve_prompts(given, loaded.encode, loaded.shape.vocab_size, rng)
+    requests = expand(resolve_prompts(given, loaded.encode, loaded.shape.vocab_size, rng))
     scheduler = scheduler or SchedulerConfig()
     cache = _cache(scheduler, block_size, num_blocks, prefix_caching, num_host_blocks, requests, loaded.shape)
     pool_bytes = 0
 
     def executor() -> Executor:
         nonlocal pool_bytes
-        built = ModelExecutor(loaded, scheduler, cache)
+        built = ModelExecutor(loaded, scheduler, cache, seed=seed)
         built.warm_up()
         pool_bytes = built.cache.num_bytes
         return built
@@ -197,7 +196,7 @@ def compare(
         ),
         requests=tuple(requests),
         bytes_per_token=bytes_per_token,
-        answers=_answers(given, traces, loaded.decode),
+        answers=_answers(expand(given), traces, loaded.decode),
         predictions=(
             *predictions(traces),
             *_fitted(traces, requests),
@@ -236,7 +235,7 @@ def compare_simulated(
         ValueError: A name is unknown or a limit out of range.
     """
     built = _built(policies)
-    requests = resolve_prompts(_given(workload, seed), None, None, np.random.default_rng(seed))
+    requests = expand(resolve_prompts(_given(workload, seed), None, None, np.random.default_rng(seed)))
     scheduler = scheduler or SchedulerConfig()
     cache = _cache(scheduler, block_size, num_blocks, prefix_caching, num_host_blocks, requests, None)
     traces = _run(requests, built, scheduler, cache, lambda: CostExecutor(cost))

@@ -305,6 +305,8 @@ def summary(trace: Trace, bytes_per_token: int | None = None) -> dict[str, float
         "num_requests": len(trace.requests),
         "num_refused": len(trace.requests) - len(trace.served),
         "num_finished": len(_finished(trace)),
+        "num_aborted": sum(record.finish_reason == "abort" for record in trace.served),
+        "num_failed": sum(record.finish_reason == "error" for record in trace.served),
         "num_steps": len(trace.steps),
         "num_preemptions": num_preemptions(trace),
         "makespan_s": makespan(trace),
@@ -406,7 +408,7 @@ def _fragmentation(trace: Trace, weight: Callable[[StepRecord], float]) -> float
 
 
 def _finished(trace: Trace) -> list[RequestRecord]:
-    return [record for record in trace.served if record.finish_reason is not None]
+    return [record for record in trace.served if record.is_complete]
 
 
 def _num_output_tokens(trace: Trace) -> int:

@@ -1,10 +1,10 @@
 """The immutable messages between scheduler and executor: what to compute, and what came of it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cbresearch.request import Request, RequestState
+from cbresearch.request import Request, RequestState, TokenLogprobs
 
 
 class Admission(NamedTuple):
@@ -156,14 +156,21 @@ class StepResult:
     """What came of a plan.
 
     Attributes:
-        duration: Seconds that the step took.
-        tokens: New token id by request id, for every entry of the plan that samples.
-        stopped: Ids of requests whose new token ends their output (end of sequence).
+        duration: Seconds that the step took, until its tokens were there.
+        tokens: New token id by request id, for every entry of the plan that samples and has not failed.
+        stopped: Ids of requests whose new token ends their output (end of sequence, or a stop).
+        failed: What went wrong by request id; whoever fails ends, and the others go on.
+        logprobs: Those of the new token by request id, where they were asked for.
+        device_duration: Seconds of `duration` in which the device computed, or None if nobody measured it;
+            the rest is the host's time.
     """
 
     duration: float
     tokens: Mapping[str, int]
     stopped: frozenset[str] = frozenset()
+    failed: Mapping[str, str] = field(default_factory=dict)
+    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
+    device_duration: float | None = None
 
 
 class Committed(NamedTuple):

@@ -2,24 +2,125 @@
 
 import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
 from operator import index
-from typing import Any
+from typing import Any, NamedTuple
 
 Prompt = str | int | tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """Say how output tokens are chosen; decoding is greedy.
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities by the model's own logits, before any sampling parameter.
 
     Attributes:
-        ignore_eos: Go on to `max_tokens` even where the model emits an end-of-sequence token.
+        logprob: Of the token that was chosen.
+        top_ids: The most likely tokens, as many as were asked for, the most likely first.
+        top_logprobs: Theirs.
     """
 
+    logprob: float
+    top_ids: tuple[int, ...]
+    top_logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Say how output tokens are chosen and what ends the output; by default greedily.
+
+    The logits pass through what follows in the order of transformers' `generate`: penalties, `min_tokens`,
+    `temperature`, `top_k`, `top_p`, `min_p`.
+
+    Attributes:
+        temperature: Divides the logits before a token is drawn; 0 takes the most likely token.
+        top_k: Draw from so many of the most likely tokens; None from all.
+        top_p: Draw from the fewest of the most likely tokens that have this probability together.
+        min_p: Draw from the tokens that are at least this fraction as likely as the most likely one.
+        seed: Fixes what is drawn, whatever the request's company. Without one, the executor's seed and the
+            request's id do.
+        n: Number of answers to the prompt (see `parallel_samples`).
+        repetition_penalty: Divides the logits above 0 of tokens that are in the prompt or the output, and
+            multiplies those below (Keskar et al., CTRL, arXiv 1909.05858, 4.1).
+        presence_penalty: Is taken from the logits of tokens that are in the output.
+        frequency_penalty: Is taken from a token's logit as often as the token is in the output.
+        min_tokens: Output tokens before which nothing but `max_tokens` ends the output.
+        stop: Texts that end the output with the token that completes one of them; one text may be given
+            alone. Needs a tokenizer.
+        stop_token_ids: Tokens that end the output.
+        ignore_eos: Go on even where the model emits an end-of-sequence token.
+        num_logprobs: Record the log-probability of each output token, and of so many of the most likely
+            tokens in its place; None for neither.
+
+    Raises:
+        ValueError: A parameter is out of range; the message names it, the value and the range.
+    """
+
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    n: int = 1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least, most in _SAMPLING_NUMBERS:
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and not isinstance(value, bool)
+            if not is_number or not least <= value <= most:
+                raise ValueError(f"{name} is {value!r}; it must be a number from {least:g} to {most:g}")
+            object.__setattr__(self, name, float(value))
+        for name, least, optional in _SAMPLING_COUNTS:
+            value = getattr(self, name)
+            if value is None and optional:
+                continue
+            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
+                raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+            object.__setattr__(self, name, int(value))
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"temperature is {self.temperature!r}; give at least {_LEAST_TEMPERATURE}, or 0 to take the "
+                "most likely token"
+            )
+        if self.top_p == 0 or self.repetition_penalty == 0:
+            name = "repetition_penalty" if self.top_p else "top_p"
+            raise ValueError(f"{name} is 0; it must be above 0, and 1 changes nothing")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        for text in stop:
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"stop has {text!r}; give texts that are not empty")
+        object.__setattr__(self, "stop", stop)
+        try:
+            token_ids = tuple(index(token) for token in self.stop_token_ids)
+        except TypeError:
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token ids") from None
+        object.__setattr__(self, "stop_token_ids", token_ids)
+
+
+_LEAST_TEMPERATURE = 1e-3
+_SAMPLING_NUMBERS = (
+    ("temperature", 0.0, 100.0),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, 100.0),
+    ("presence_penalty", -100.0, 100.0),
+    ("frequency_penalty", -100.0, 100.0),
+)
+_SAMPLING_COUNTS = (
+    ("top_k", 1, True),
+    ("seed", 0, True),
+    ("n", 1, False),
+    ("min_tokens", 0, False),
+    ("num_logprobs", 0, True),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +174,11 @@ class Request:
             seconds = getattr(self, name)
             if seconds is not None or not optional:
                 object.__setattr__(self, name, _checked_seconds(self.id, name, seconds))
+        if self.sampling.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"request {self.id!r}: min_tokens is {self.sampling.min_tokens}, over max_tokens of "
+                f"{self.max_tokens}"
+            )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -104,16 +210,39 @@ class RequestStatus(enum.Enum):
     FINISHED = "finished"
 
 
-def parallel_samples(request: Request, num_samples: int) -> tuple[Request, ...]:
+def parallel_samples(request: Request, num_samples: int | None = None) -> tuple[Request, ...]:
     """Return `num_samples` requests for as many answers to one prompt, which share the prompt's KV.
 
-    Their ids are the request's id with "/0", "/1" and so on behind it; the id itself names their group.
+    Their ids are the request's id with "/0", "/1" and so on behind it; the id itself names their group. If
+    the request has a seed, sample k has that seed + k.
+
+    Args:
+        request: What is asked for.
+        num_samples: Number of answers; by default what the request's sampling says.
 
     Raises:
         ValueError: The number is below 1.
     """
-    count = _checked_count(request.id, "num_samples", num_samples)
-    return tuple(replace(request, id=f"{request.id}/{place}", group=request.id) for place in range(count))
+    sampling = request.sampling
+    count = _checked_count(request.id, "num_samples", sampling.n if num_samples is None else num_samples)
+    return tuple(
+        replace(
+            request,
+            id=f"{request.id}/{place}",
+            group=request.id,
+            sampling=replace(sampling, n=1, seed=None if sampling.seed is None else sampling.seed + place),
+        )
+        for place in range(count)
+    )
+
+
+def expand(requests: Iterable[Request | Refusal]) -> list[Request | Refusal]:
+    """Return the requests, with parallel samples in the place of each that wants more than one answer."""
+    expanded: list[Request | Refusal] = []
+    for request in requests:
+        wants_more = isinstance(request, Request) and request.sampling.n > 1
+        expanded += parallel_samples(request) if wants_more else [request]  # type: ignore[arg-type]
+    return expanded
 
 
 class RequestState:
@@ -134,12 +263,16 @@ class RequestState:
         num_recomputed_tokens: Tokens computed again because a preemption threw their KV away.
         num_forgotten_tokens: Tokens whose KV was given back since they fell out of the sliding window.
         scheduled_step: Index of the last step that served it, or -1.
-        finish_reason: "stop", "length" or "abort" once finished.
+        finish_reason: "stop", "length", "abort" or "error" once finished.
+        logprobs: Those of each output token, if they were asked for.
+        error: What it failed of, or None.
     """
 
     __slots__ = (
+        "error",
         "finish_reason",
         "first_scheduled",
+        "logprobs",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_covered_tokens",
@@ -175,6 +308,8 @@ class RequestState:
         self.first_scheduled: float | None = None
         self.scheduled_step = -1
         self.finish_reason: str | None = None
+        self.logprobs: list[TokenLogprobs] = []
+        self.error: str | None = None
 
     @property
     def id(self) -> str:

@@ -24,6 +24,58 @@ class Executor(Protocol):
         """Carry out one step."""
 
 
+class Loop:
+    """Alternate plan, execution and commitment on a clock of the caller's.
+
+    Args:
+        scheduler: A scheduler.
+        executor: Who carries out its plans.
+    """
+
+    def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+
+    def submit(self, request: Request) -> RequestState:
+        """Queue a request.
+
+        Raises:
+            ValueError: The executor or the scheduler can never serve it; nothing has changed.
+        """
+        self.executor.check(request)
+        return self.scheduler.submit(request)
+
+    def step(self, clock: Callable[[], float]) -> tuple[StepRecord, tuple[RequestState, ...]]:
+        """Serve one step; there has to be work.
+
+        Args:
+            clock: Seconds since the start of the run.
+
+        Returns:
+            The step's record and the states of the requests that it finished.
+
+        Raises:
+            ValueError: The executor says that the step took no sensible time.
+        """
+        plan = self.scheduler.schedule(clock())
+        start = clock()
+        result = self.executor.execute(plan)
+        if not 0 <= result.duration < math.inf:
+            raise ValueError(
+                f"step {plan.step} took {result.duration} seconds; a cost is finite and not negative"
+            )
+        committed = self.scheduler.commit(plan, result, start + result.duration)
+        record = StepRecord(
+            start,
+            result.duration,
+            plan,
+            tuple(state.id for state in committed.finished),
+            *committed[1:],
+            device_duration=result.device_duration,
+        )
+        return record, committed.finished
+
+
 def serve(
     requests: Iterable[Request | Refusal],
     scheduler: Scheduler,
@@ -50,17 +102,21 @@ def serve(
     arrivals = [(place, request) for place, request in enumerate(given) if isinstance(request, Request)]
     arrivals.sort(key=lambda pair: pair[1].arrival)
     arrivals.reverse()
+    loop = Loop(scheduler, executor)
     states: dict[int, RequestState] = {}
     steps: list[StepRecord] = []
     now = 0.0
+
+    def virtual() -> float:
+        return now
+
     while arrivals or scheduler.has_work:
         if not scheduler.has_work:
             now = max(now, arrivals[-1][1].arrival)
         while arrivals and arrivals[-1][1].arrival <= now:
             place, request = arrivals.pop()
             try:
-                executor.check(request)
-                states[place] = scheduler.submit(request)
+                states[place] = loop.submit(request)
             except ValueError as error:
                 refused[place] = str(error)
         if not scheduler.has_work:
@@ -69,23 +125,9 @@ def serve(
         if wake is not None:
             now = min(wake, arrivals[-1][1].arrival) if arrivals else wake
             continue
-        plan = scheduler.schedule(now)
-        result = executor.execute(plan)
-        if not 0 <= result.duration < math.inf:
-            raise ValueError(
-                f"step {plan.step} took {result.duration} seconds; a cost is finite and not negative"
-            )
-        start, now = now, now + result.duration
-        committed = scheduler.commit(plan, result, now)
-        steps.append(
-            StepRecord(
-                start,
-                result.duration,
-                plan,
-                tuple(state.id for state in committed.finished),
-                *committed[1:],
-            )
-        )
+        step, _ = loop.step(virtual)
+        steps.append(step)
+        now = step.end
         if on_step is not None:
             on_step(steps[-1])
     return Trace(
@@ -94,12 +136,21 @@ def serve(
         cache=scheduler.blocks.config,
         steps=tuple(steps),
         requests=tuple(
-            _record(request, states.get(place), refused.get(place)) for place, request in enumerate(given)
+            record_of(request, states.get(place), refused.get(place)) for place, request in enumerate(given)
         ),
     )
 
 
-def _record(request: Request | Refusal, state: RequestState | None, error: str | None) -> RequestRecord:
+def record_of(
+    request: Request | Refusal, state: RequestState | None, error: str | None = None
+) -> RequestRecord:
+    """Return what there is to know of a request.
+
+    Args:
+        request: What was asked for.
+        state: How far it came, or None if it was refused.
+        error: Why it was refused.
+    """
     if isinstance(request, Refusal):
         return RequestRecord(request.id, request.arrival, error=request.error)
     if state is None:
@@ -120,4 +171,6 @@ def _record(request: Request | Refusal, state: RequestState | None, error: str |
         num_preemptions=state.num_preemptions,
         num_cached_tokens=state.num_cached_tokens,
         num_recomputed_tokens=state.num_recomputed_tokens,
+        error=state.error,
+        logprobs=tuple(state.logprobs),
     )

@@ -29,11 +29,18 @@ class CostExecutor:
     Args:
         cost: The step time.
         outputs: Output token ids by request id, from an earlier run.
+        errors: What requests fail of in the place of the token behind those, by request id.
     """
 
-    def __init__(self, cost: CostModel, outputs: Mapping[str, Sequence[int]] | None = None) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        outputs: Mapping[str, Sequence[int]] | None = None,
+        errors: Mapping[str, str] | None = None,
+    ) -> None:
         self.cost = cost
         self._outputs = outputs or {}
+        self._errors = errors or {}
         self._lengths: dict[str, int | None] = {}
         self._num_sampled: dict[str, int] = {}
 
@@ -47,7 +54,7 @@ class CostExecutor:
             request_id = admission.request.id
             lengths[request_id] = admission.request.output_length
             num_sampled[request_id] = len(admission.output_token_ids)
-        tokens, stopped = {}, []
+        tokens, stopped, failed = {}, [], {}
         for entry in plan.scheduled:
             if not entry.samples:
                 continue
@@ -55,10 +62,13 @@ class CostExecutor:
             place = num_sampled[request_id]
             num_sampled[request_id] = place + 1
             known = self._outputs.get(request_id)
+            if known is not None and place == len(known) and request_id in self._errors:
+                failed[request_id] = self._errors[request_id]
+                continue
             tokens[request_id] = known[place] if known is not None else 0
             if place + 1 == lengths[request_id]:
                 stopped.append(request_id)
-        return StepResult(self.cost(plan), tokens, frozenset(stopped))
+        return StepResult(self.cost(plan), tokens, frozenset(stopped), failed)
 
 
 def roomy_pool(
@@ -136,14 +146,15 @@ def replay(
     """
     again: list[Request | Refusal] = []
     for request, record in zip(requests, trace.requests, strict=True):
-        if record.error is not None or isinstance(request, Refusal):
+        if record.is_refused or isinstance(request, Refusal):
             # Whatever refused it then, it took no part.
             again.append(Refusal(request.id, record.error or "", request.arrival))
         else:
             stopped = record.finish_reason == "stop"
             again.append(replace(request, output_length=len(record.tokens) if stopped else None))
     policy = policies.get(policy) if isinstance(policy, str) else policy
-    executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs)
+    errors = {record.id: record.error for record in trace.served if record.error is not None}
+    executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs, errors)
     repeated = serve(again, Scheduler(policy, trace.scheduler, trace.cache, step_time), executor)
     pairs = zip(trace.requests, repeated.requests, strict=True)
-    return replace(repeated, requests=tuple(old if old.error is not None else new for old, new in pairs))
+    return replace(repeated, requests=tuple(old if old.is_refused else new for old, new in pairs))

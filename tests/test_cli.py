@@ -4,7 +4,6 @@ import csv
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -556,7 +555,7 @@ def test_code_that_lies_beside_the_weights_does_not_run_unasked(tmp_path, capsys
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "static"])
-def test_weights_that_are_not_finite_stop_the_run_at_the_request_and_the_step_that_meet_them(policy):
+def test_a_request_that_meets_weights_that_are_not_finite_fails_alone(policy):
     from cbresearch import models
 
     spoilt = models.wrap("spoilt", small_model(spoil=7))
@@ -564,20 +563,25 @@ def test_weights_that_are_not_finite_stop_the_run_at_the_request_and_the_step_th
     requests = [
         Request("healthy", [1, 2, 3], 4, sampling=to_the_end),
         Request("sick", [1, 7], 4, sampling=to_the_end),
+        Request("next", [1, 2, 3], 4, sampling=to_the_end),
     ]
     # One seat, so that the second request begins after the four steps of the first, if it did not sample 7.
-    with pytest.raises(FloatingPointError) as stopped:
-        compare(spoilt, requests, [policy], scheduler=SchedulerConfig(max_num_seqs=1))
-    assert "'sick'" in str(stopped.value)
-    assert re.search(r"\bstep 4\b", str(stopped.value))
+    comparison = compare(spoilt, requests, [policy], scheduler=SchedulerConfig(max_num_seqs=1))
+    healthy, sick, following = comparison.traces[policy].requests
+    assert "'sick' failed in step 4" in sick.error
+    assert (sick.finish_reason, sick.tokens, sick.finish) == ("error", (), None)
+    assert healthy.error is following.error is None
+    assert len(healthy.tokens) == 4
+    assert following.tokens == healthy.tokens
 
 
-def test_a_run_that_is_stopped_by_its_weights_writes_nothing(tmp_path, capsys):
+def test_a_run_in_which_every_request_fails_says_so_and_ends_with_1(tmp_path, capsys):
     model = tmp_path / "model"
     small_model(spoil=slice(None)).save_pretrained(model)
     save_tokenizer(model)
-    assert compare_folder(model, tmp_path, "--policy", "sjf") == 2
+    assert compare_folder(model, tmp_path, "--policy", "sjf") == 1
     error = capsys.readouterr().err
-    assert "'0' in step 0" in error
-    assert "not finite" in error
-    assert not files(tmp_path / "output")
+    assert "failed: request '0' failed in step 0" in error
+    assert "no logit is finite" in error
+    results = json.loads((tmp_path / "output" / "results.json").read_text())
+    assert all("no logit is finite" in request["error"] for request in results["runs"][0]["requests"])

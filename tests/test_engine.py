@@ -241,12 +241,13 @@ def test_a_prompt_of_exactly_the_models_length_runs(tiny):
     assert len(trace.outputs["r"]) == 8
 
 
-def test_nan_weights_stop_the_run_with_the_request_and_step(alone):
+def test_nan_weights_fail_the_request_with_its_name_and_step(alone):
     loaded = models.load("tiny")
     with torch.no_grad():
         loaded.model.model.layers[2].mlp.down_proj.weight.fill_(math.nan)
-    with pytest.raises(FloatingPointError, match=r"not finite for request 'r' in step 0"):
-        run(loaded, [Request("r", alone[3].prompt, 4)], "fcfs", SchedulerConfig(), CacheConfig(20))
+    trace = run(loaded, [Request("r", alone[3].prompt, 4)], "fcfs", SchedulerConfig(), CacheConfig(20))
+    assert re.match(r"request 'r' failed in step 0, .* no logit is finite", trace.requests[0].error)
+    assert (trace.requests[0].finish_reason, trace.outputs) == ("error", {"r": ()})
 
 
 def test_tiny_is_the_same_model_every_time_and_leaves_the_global_generator_alone():

@@ -2,29 +2,33 @@
 
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 
 from cbresearch.attention import LatentCache, PagedCache, PagedStep, batch_order, choose_backend, paged_model
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
+from cbresearch.engine.sampler import Choice, Row, Sampler
+from cbresearch.engine.text import TextStream
+from cbresearch.engine.timing import DeviceTimer
 from cbresearch.models import LoadedModel, layer_windows
-from cbresearch.plan import Plan, StepResult
+from cbresearch.plan import Plan, Scheduled, StepResult
 from cbresearch.request import Request
 
 
 class ModelExecutor:
-    """Run each plan as one flat forward of a real model; decoding is greedy.
+    """Run each plan as one flat forward of a real model, and choose each request's tokens as it asks.
 
     The scheduler owns all bookkeeping; the executor only mirrors each seat's tokens and block table in
-    arrays that are written as the plan says.
+    arrays that are written as the plan says. What goes wrong for one request ends that one alone.
 
     Args:
         loaded: The model.
         scheduler: The limits that the plans obey.
         cache: The KV pool to allocate.
         backend: What computes the attention: "torch", "triton", or None for what suits the device.
+        seed: For what is drawn for requests that have no seed of their own; their ids make them differ.
         clock: Seconds, for the durations.
         fill: Value to fill the KV pools with, for tests; by default they are left uninitialised.
 
@@ -39,6 +43,7 @@ class ModelExecutor:
         cache: CacheConfig,
         *,
         backend: str | None = None,
+        seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         fill: float | None = None,
     ) -> None:
@@ -62,7 +67,10 @@ class ModelExecutor:
         self._token_ids = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
         self._block_tables = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
         self._num_blocks = [0] * scheduler.max_num_seqs
-        self._eos: list[frozenset[int]] = [frozenset()] * scheduler.max_num_seqs
+        self._sampler = Sampler(scheduler.max_num_seqs, loaded.eos_token_ids, seed)
+        self._stops_from = [0] * scheduler.max_num_seqs
+        self._texts: list[TextStream | None] = [None] * scheduler.max_num_seqs
+        self._timer = DeviceTimer(model.device, clock)
 
     def check(self, request: Request) -> None:
         """Refuse a request that the model cannot serve.
@@ -113,12 +121,9 @@ class ModelExecutor:
                 "models that use transformers' attention interface in every layer can be served"
             )
 
+    @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
-        """Carry out one step and time it, preparation included.
-
-        Raises:
-            FloatingPointError: The model returned NaN or infinite logits.
-        """
+        """Carry out one step and time it until its tokens are there, preparation included."""
         began = self._clock()
         if plan.transfers:
             self.cache.transfer(plan.transfers)
@@ -146,31 +151,59 @@ class ModelExecutor:
         )
         token_ids = self._token_ids[np.repeat(seats, num_tokens), step.positions]
         sampled = np.flatnonzero(samples)
-        new_tokens = self._forward(step, token_ids, np.cumsum(num_tokens)[sampled] - 1)
+        ends = zip(seats[sampled].tolist(), (starts + num_tokens)[sampled].tolist(), strict=True)
+        wanted = [Row(seat, self._token_ids[seat, :length]) for seat, length in ends]
+        self._timer.start()
+        logits = self._forward(step, token_ids, np.cumsum(num_tokens)[sampled] - 1)
+        choices = self._sampler.choose(logits, wanted)
+        device_duration = self._timer.stop()
+        by_seat = {row.seat: choice for row, choice in zip(wanted, choices, strict=True)}
+        return self._result(plan, by_seat, began, device_duration)
 
-        by_seat = dict(zip(seats[sampled].tolist(), new_tokens, strict=True))
-        tokens, stopped = {}, []
+    def _result(
+        self, plan: Plan, choices: dict[int, Choice], began: float, device_duration: float
+    ) -> StepResult:
+        tokens, stopped, failed, logprobs = {}, [], {}, {}
         for entry in plan.scheduled:
             if not entry.samples:
                 continue
-            seat = entry.seat
-            token = by_seat[seat]
-            if token is None:
-                raise FloatingPointError(
-                    f"the model {self.loaded.name!r} returned logits that are not finite for request "
-                    f"{entry.request_id!r} in step {plan.step}, at position {entry.context_length - 1}; "
-                    "its weights or its dtype are at fault, so the run stops"
+            seat, request_id = entry.seat, entry.request_id
+            token, its_logprobs, error = choices[seat]
+            is_stopped = False
+            if token is not None:
+                if entry.context_length < self._token_ids.shape[1]:
+                    self._token_ids[seat, entry.context_length] = token
+                try:
+                    is_stopped = self._stops(entry, token)
+                except Exception as problem:
+                    # A tokenizer is another's code, and this request's text may be what it cannot take.
+                    error = f"its text could not be decoded: {type(problem).__name__}: {problem}"
+            if token is None or error is not None:
+                failed[request_id] = (
+                    f"request {request_id!r} failed in step {plan.step}, at position "
+                    f"{entry.context_length - 1}, on {self.loaded.name!r}: {error}"
                 )
-            tokens[entry.request_id] = token
-            if entry.context_length < self._token_ids.shape[1]:
-                self._token_ids[seat, entry.context_length] = token
-            if token in self._eos[seat]:
-                stopped.append(entry.request_id)
-        return StepResult(self._clock() - began, tokens, frozenset(stopped))
+                continue
+            tokens[request_id] = token
+            if its_logprobs is not None:
+                logprobs[request_id] = its_logprobs
+            if is_stopped:
+                stopped.append(request_id)
+        return StepResult(
+            self._clock() - began, tokens, frozenset(stopped), failed, logprobs, device_duration
+        )
+
+    def _stops(self, entry: Scheduled, token: int) -> bool:
+        """Return whether a new token ends its request's output."""
+        text = self._texts[entry.seat]
+        if text is not None:
+            text.push(token, entry.context_length + 1 >= self._stops_from[entry.seat])
+        is_stopped = text is not None and text.stopped_by is not None
+        return is_stopped or self._sampler.ends(entry.seat, token)
 
     @torch.inference_mode()
-    def _forward(self, step: PagedStep, token_ids: np.ndarray, keep: np.ndarray) -> Sequence[int | None]:
-        """Return the greedy token behind each kept place of the batch, or None where it is not finite."""
+    def _forward(self, step: PagedStep, token_ids: np.ndarray, keep: np.ndarray) -> torch.Tensor:
+        """Return the logits behind each kept place of the batch, `[num_kept, vocab_size]`."""
         model = self.loaded.model
         device = model.device
         # A step of unfinished prompts samples nothing; it still runs, on one place's logits.
@@ -178,7 +211,7 @@ class ModelExecutor:
         # Other models hand the attention function what there is to cache.
         latents = {} if self.cache.latent_dim is None else {self._cache_argument: LatentCache(step)}
         with paged_model(model):
-            logits = model(
+            logits: torch.Tensor = model(
                 input_ids=torch.from_numpy(token_ids)[None].to(device),
                 position_ids=torch.from_numpy(step.positions)[None].to(device),
                 use_cache=False,
@@ -186,9 +219,7 @@ class ModelExecutor:
                 paged=step,
                 **latents,
             ).logits[0, : len(keep)]
-        best = logits.argmax(-1)
-        finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
-        return [token if fine else None for token, fine in zip(best.tolist(), finite.tolist(), strict=True)]
+        return logits
 
     def _seat(self, request: Request, seat: int, output_token_ids: tuple[int, ...]) -> None:
         prompt = request.prompt
@@ -199,7 +230,13 @@ class ModelExecutor:
         known = prompt + output_token_ids
         self._token_ids[seat, : len(known)] = known
         self._num_blocks[seat] = 0
-        self._eos[seat] = frozenset() if request.sampling.ignore_eos else self.loaded.eos_token_ids
+        self._sampler.seat(seat, request)
+        self._texts[seat] = None
+        if request.sampling.stop:
+            self._stops_from[seat] = len(prompt) + request.sampling.min_tokens
+            text = self._texts[seat] = TextStream(self.loaded.decode, request.sampling.stop)
+            for place, token in enumerate(output_token_ids, start=len(prompt) + 1):
+                text.push(token, place >= self._stops_from[seat])
 
     def _append_blocks(self, seat: int, block_ids: tuple[int, ...]) -> None:
         held = self._num_blocks[seat]

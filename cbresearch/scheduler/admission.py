@@ -17,6 +17,11 @@ def check_request(
     Raises:
         ValueError: What it needs, what there is, and the remedy.
     """
+    if request.sampling.n != 1:
+        raise ValueError(
+            f"request {request.id!r} wants {request.sampling.n} answers; a scheduler serves one for each "
+            "request: submit those that parallel_samples(request) returns"
+        )
     num_tokens = request.num_prompt_tokens + request.max_tokens
     asked = f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens}"
     if limits.max_model_len is not None and num_tokens > limits.max_model_len:

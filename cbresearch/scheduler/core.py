@@ -14,6 +14,7 @@ from cbresearch.scheduler.admission import check_request, choose_losers, farthes
 from cbresearch.scheduler.draft import Draft
 from cbresearch.scheduler.invariants import check_scheduler, why_stuck
 from cbresearch.scheduler.memory import Memory, num_kept_tokens
+from cbresearch.scheduler.progress import take_in
 from cbresearch.scheduler.view import LiveView
 
 
@@ -162,30 +163,12 @@ class Scheduler:
             result: What the executor made of it.
             now: Seconds since the start of the run, at the end of the step.
         """
-        states, tokens = self._states, result.tokens
         memory = self._memory
         finished: list[RequestState] = []
         for entry in plan.scheduled:
-            request_id = entry.request_id
-            state = states[request_id]
-            end = entry.start + entry.num_tokens
-            state.num_computed_tokens = end
-            if entry.start < state.num_covered_tokens:
-                state.num_recomputed_tokens += min(end, state.num_covered_tokens) - entry.start
-            if end > state.num_covered_tokens:
-                state.num_covered_tokens = end
-            memory.settle(state, entry.start)
-            if entry.samples:
-                output = state.output_token_ids
-                output.append(tokens[request_id])
-                state.num_tokens += 1
-                state.token_times.append(now)
-                if request_id in result.stopped:
-                    state.finish_reason = "stop"
-                    finished.append(state)
-                elif len(output) >= state.request.max_tokens:
-                    state.finish_reason = "length"
-                    finished.append(state)
+            state = self._states[entry.request_id]
+            if take_in(state, entry, result, memory, now):
+                finished.append(state)
             if self._served is not None:
                 self._served(state, entry.num_tokens)
         blocks = self.blocks
@@ -251,6 +234,17 @@ class Scheduler:
         self._swapped.pop(state.id, None)
         state.status = RequestStatus.FINISHED
         return state
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept of a finished request, so that a server can go on for ever; its id is free again.
+
+        Raises:
+            ValueError: The request is unknown or not finished.
+        """
+        state = self._states.get(request_id)
+        if state is None or state.status is not RequestStatus.FINISHED or state in self._kept:
+            raise ValueError(f"request {request_id!r} is not finished, so it cannot be forgotten")
+        del self._states[request_id]
 
     def check(self) -> None:
         """Prove the invariants of queues, seats and blocks.
@@ -435,8 +429,11 @@ class Scheduler:
         self._running = [state for state in self._running if state.status is RequestStatus.RUNNING]
         leaving = finished
         if self.policy.keeps_seats:
-            self._kept.extend(finished)
-            leaving = [] if self._running else self._kept
+            # Of a failed row nothing is there to compute over again.
+            leaving = [state for state in finished if state.error is not None]
+            self._kept += [state for state in finished if state.error is None]
+            if not self._running:
+                leaving += self._kept
         for state in leaving:
             self._vacate(state)
         if not self._running:

@@ -111,6 +111,11 @@ class Memory:
         taken = set(self.blocks.leave(state.id, state.num_computed_tokens))
         return [other for other in others if other is not state and taken & {*self.blocks.table(other.id)}]
 
+    def disown(self, state: RequestState) -> None:
+        """Take a failed request's blocks out of the prefix cache: nobody else may read what is in them."""
+        if self.blocks.config.prefix_caching:
+            self.blocks.leave(state.id, 0)
+
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Return the transfers noted since the last call, in their order."""
         taken, self.transfers = tuple(self.transfers), []

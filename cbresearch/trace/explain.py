@@ -31,7 +31,7 @@ def explain(steps: Sequence[StepRecord], requests: Sequence[RequestRecord], requ
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "the run had none"
         raise ValueError(f"no request {request_id!r} in this run of {len(known)} requests; {hint}")
     # An id may be there twice, if the second bearer was refused.
-    record = min(named, key=lambda record: record.error is not None)
+    record = min(named, key=lambda record: record.is_refused)
     return "\n".join([f"request {request_id!r}", *(f"  {line}" for line in _life(steps, record))])
 
 
@@ -39,14 +39,14 @@ def _life(steps: Sequence[StepRecord], record: RequestRecord) -> Iterator[str]:
     asked = "" if record.num_prompt_tokens is None else f" with {_count(record.num_prompt_tokens, 'token')}"
     client = f" from client {record.client!r}" if record.client else ""
     yield f"arrived at {record.arrival:.6g} s{asked}{client}"
-    if record.error is not None:
+    if record.is_refused:
         yield f"was refused: {record.error}"
         return
     since, seat, verb = record.arrival, None, "took"
     waits: Counter[str] = Counter()
     served: list[tuple[int, Scheduled]] = []
     padding: list[int] = []
-    gone = ""
+    gone, is_done = "", False
     for step in steps:
         plan = step.plan
         if step.start < record.arrival:
@@ -72,8 +72,9 @@ def _life(steps: Sequence[StepRecord], record: RequestRecord) -> Iterator[str]:
             served.append((plan.step, entry))
         elif record.id in (row.request_id for row in plan.padding):
             padding.append(plan.step)
-        elif record.id not in plan.preempted and (record.finish is None or step.end <= record.finish):
+        elif not is_done and record.id not in plan.preempted:
             waits[dict(plan.skipped).get(record.id) or plan.closed or "policy"] += 1
+        is_done = is_done or record.id in step.finished
     if seat is not None:
         yield from _service(served, waits)
     elif waits:
@@ -120,6 +121,8 @@ def _end(record: RequestRecord, gone: str) -> str:
         return f"was unfinished when the run ended, with {got}"
     if record.finish_reason == "abort":
         return f"was aborted{gone}, with {got}"
+    if record.finish_reason == "error":
+        return f"failed, with {got}: {record.error}"
     why = "max_tokens was reached" if record.finish_reason == "length" else "a token ended the output"
     return (
         f"finished at {record.finish:.6g} s with {got} ({record.finish_reason}: {why}); "

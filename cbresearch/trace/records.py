@@ -1,11 +1,12 @@
 """The records of a run, a row a step and one a request."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 from cbresearch.plan import SKIP_REASONS, Plan
+from cbresearch.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class StepRecord:
         num_shared_blocks: References to held blocks beyond the first of each.
         num_swapped: Requests whose KV lies in the host's pool.
         num_held_host_blocks: Blocks that they hold there.
+        device_duration: Seconds of `duration` in which the device computed, the rest being the host's time;
+            None where nobody measured it.
     """
 
     start: float
@@ -43,6 +46,7 @@ class StepRecord:
     num_shared_blocks: int = 0
     num_swapped: int = 0
     num_held_host_blocks: int = 0
+    device_duration: float | None = None
 
     @property
     def end(self) -> float:
@@ -60,13 +64,14 @@ class StepRecord:
         reasons[plan.closed or "policy"] += unserved - reasons.total()
         return reasons
 
-    def row(self) -> dict[str, int | float]:
+    def row(self) -> dict[str, int | float | None]:
         """Return the step as one flat row; units are in the names."""
         plan, skipped = self.plan, self.num_skipped()
         return {
             "step": plan.step,
             "start_s": self.start,
             "duration_s": self.duration,
+            "device_duration_s": self.device_duration,
             "num_scheduled": len(plan.scheduled),
             "num_tokens": plan.num_tokens,
             "num_prefill_tokens": plan.num_prefill_tokens,
@@ -106,11 +111,12 @@ class RequestRecord:
         first_scheduled: Seconds at which it first got a seat, or None.
         tokens: Output token ids.
         token_times: Seconds at which each output token came out.
-        finish_reason: "stop", "length", "abort", or None if it was refused or unfinished.
+        finish_reason: "stop", "length", "abort", "error", or None if it was refused or unfinished.
         num_preemptions: How often it lost its seat.
         num_cached_tokens: Prompt tokens whose KV was found in the prefix cache instead of being computed.
         num_recomputed_tokens: Tokens computed again because preemptions threw their KV away.
-        error: Why it was refused, or None.
+        error: Why it was refused or what it failed of, or None.
+        logprobs: Those of each output token, if they were asked for; equality ignores them.
     """
 
     id: str
@@ -126,6 +132,17 @@ class RequestRecord:
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
     error: str | None = None
+    logprobs: tuple[TokenLogprobs, ...] = field(default=(), compare=False)
+
+    @property
+    def is_refused(self) -> bool:
+        """Return whether the request was turned away before it was ever queued."""
+        return self.error is not None and self.finish_reason is None
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether the output came to its own end."""
+        return self.finish_reason in ("stop", "length")
 
     @property
     def first_token(self) -> float | None:
@@ -134,8 +151,8 @@ class RequestRecord:
 
     @property
     def finish(self) -> float | None:
-        """Return the seconds at which the last token came out, or None if it is unfinished."""
-        return self.token_times[-1] if self.finish_reason and self.token_times else None
+        """Return the seconds at which the last token came out, or None if the output is not complete."""
+        return self.token_times[-1] if self.is_complete else None
 
     @property
     def ttft(self) -> float | None:

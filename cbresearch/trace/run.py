@@ -92,7 +92,7 @@ class Trace:
     @property
     def served(self) -> tuple[RequestRecord, ...]:
         """Return the records of the requests that were not refused."""
-        return tuple(request for request in self.requests if request.error is None)
+        return tuple(request for request in self.requests if not request.is_refused)
 
     @property
     def outputs(self) -> dict[str, tuple[int, ...]]:

@@ -17,9 +17,10 @@ def load(source: str | os.PathLike[str], rng: np.random.Generator) -> list[Reque
     """Return the requests of a preset or of a file, in its order.
 
     A workload file holds one JSON object a line with the keys `id`, `arrival`, `prompt`, `max_tokens`,
-    `ignore_eos`, `priority`, `client` and `deadline`; only `prompt` (text, token ids, or a length in
-    tokens) and `max_tokens` are needed, and null means not given. Times are seconds since the start of
-    the run. A request without an id is named by its position, from "0". Blank lines are skipped.
+    `priority`, `client`, `deadline` and those of `SamplingParams` except `num_logprobs`; only `prompt` (text,
+    token ids, or a length in tokens) and `max_tokens` are needed, and null means not given. Times are
+    seconds since the start of the run. A request without an id is named by its position, from "0". Blank
+    lines are skipped.
 
     A Mooncake trace is known by its `hash_ids`, and read as `load_mooncake` does by default.
 

@@ -5,6 +5,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields as fields_of
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -39,11 +40,25 @@ _KEYS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
         "prompt": ((str, list, int), "text, a list of token ids, or a length in tokens"),
         "max_tokens": ((int,), "an integer of at least 1"),
         "ignore_eos": ((bool,), "true or false"),
+        "temperature": ((int, float), "a number; 0 takes the most likely token"),
+        "top_k": ((int,), "an integer of at least 1"),
+        "top_p": ((int, float), "a number above 0 and at most 1"),
+        "min_p": ((int, float), "a number from 0 to 1"),
+        "seed": ((int,), "an integer of at least 0"),
+        "n": ((int,), "an integer of at least 1"),
+        "repetition_penalty": ((int, float), "a number above 0; 1 changes nothing"),
+        "presence_penalty": ((int, float), "a number"),
+        "frequency_penalty": ((int, float), "a number"),
+        "min_tokens": ((int,), "an integer of at least 0"),
+        "stop": ((str, list), "a text or a list of texts"),
+        "stop_token_ids": ((list,), "a list of token ids"),
         "priority": ((int,), "an integer; a smaller one is more urgent"),
         "client": ((str,), 'text, such as "c1"'),
         "deadline": ((int, float), "a number of seconds since the start of the run"),
     }
 )
+
+_SAMPLING_KEYS = tuple(field.name for field in fields_of(SamplingParams) if field.name in _KEYS)
 
 
 def parse(content: bytes, form: Form | None = None) -> list[Request | Refusal]:
@@ -152,11 +167,12 @@ def _request(fields: Fields, position: str) -> Request:
             raise ValueError(f"{key} is {shown(value)}; it must be {remedy}")
         if isinstance(value, str):
             check_text(key, value)
-        if isinstance(value, list):
-            _check_token_ids(value)
+        if key in ("prompt", "stop_token_ids") and isinstance(value, list):
+            _check_token_ids(key, value)
     given |= {key: seconds(given[key]) for key in ("arrival", "deadline") if key in given}
     given.setdefault("id", position)
-    request = Request(sampling=SamplingParams(ignore_eos=given.pop("ignore_eos", False)), **given)
+    sampling = SamplingParams(**{key: given.pop(key) for key in _SAMPLING_KEYS if key in given})
+    request = Request(sampling=sampling, **given)
     if request.deadline is not None and request.deadline < request.arrival:
         raise ValueError(
             f"deadline is {request.deadline!r}, before the arrival at {request.arrival!r}; "
@@ -174,11 +190,11 @@ def _refusal(fields: Fields, position: str, arrival: Any, error: str) -> Refusal
     return Refusal(name, error, arrival if timed else 0.0)
 
 
-def _check_token_ids(token_ids: list[Any]) -> None:
+def _check_token_ids(key: str, token_ids: list[Any]) -> None:
     for place, token in enumerate(token_ids):
         if type(token) is not int or token < 0:
             raise ValueError(
-                f"the prompt's token {place} is {shown(token)}; token ids are integers of at least 0"
+                f"the {key}'s token {place} is {shown(token)}; token ids are integers of at least 0"
             )
 
 
