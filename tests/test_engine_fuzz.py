@@ -1,4 +1,4 @@
-"""Random schedules on a small model; `python tests/fuzz_engine.py 10000 --processes 2` serves them at length."""
+"""Random schedules on a small model; `python tests/fuzz_engine.py 10000` serves them at length."""
 
 from collections import Counter
 
@@ -8,7 +8,7 @@ from fuzz_engine import EVENTS, run
 from cbresearch import policies
 
 NUM_SCHEDULES = 300
-NUM_SHARDS = 4
+NUM_SHARDS = 2
 SHARD = NUM_SCHEDULES // NUM_SHARDS
 
 
