@@ -24,7 +24,7 @@ from cbresearch.serve import serve
 
 VOCABULARY = 97
 LONGEST_PROMPT = 44
-LONGEST_ANSWER = 20
+LONGEST_ANSWER = 16
 CONTEXT = 72
 WINDOW = 9
 # Tokens that the models emit often, so that many answers end early.
@@ -114,15 +114,15 @@ class Library:
         rng = np.random.default_rng([number, 1])
         stems = [rng.integers(0, VOCABULARY, LONGEST_PROMPT).tolist() for _ in range(3)]
         self.prompts: list[tuple[int, ...]] = []
-        for place in range(30):
+        for place in range(24):
             stem = stems[place % 4][: int(rng.integers(0, 33))] if place % 4 < 3 else []
             tail = rng.integers(0, VOCABULARY, int(rng.integers(1, 12))).tolist()
             self.prompts.append((*stem, *tail))
         # Later turns of a conversation: they begin with an earlier prompt and its answer.
-        for prompt in self.prompts[:6]:
+        for prompt in self.prompts[:4]:
             answer = self._generate(prompt).token_ids[: int(rng.integers(1, LONGEST_ANSWER))]
             self.prompts.append((*prompt, *answer, *rng.integers(0, VOCABULARY, 3).tolist())[:LONGEST_PROMPT])
-        self.recipes = [draw_sampling(rng) for _ in range(10)]
+        self.recipes = [draw_sampling(rng) for _ in range(8)]
 
     def answer(self, request: Request) -> Answer:
         """Return the answer to a request alone.
@@ -178,7 +178,7 @@ def draw_sampling(rng: np.random.Generator) -> SamplingParams:
         top_k=int(rng.integers(1, 60)) if rng.integers(3) == 0 else None,
         top_p=float(rng.choice([1.0, 1.0, 0.9, 0.5])),
         min_p=float(rng.choice([0.0, 0.0, 0.05, 0.2])),
-        seed=int(rng.integers(3)) if rng.integers(5) else None,
+        seed=int(rng.integers(2)) if rng.integers(6) else None,
         repetition_penalty=float(rng.choice([1.0, 1.0, 0.8, 1.3])),
         presence_penalty=float(rng.choice([0.0, 0.0, -0.5, 1.0])),
         frequency_penalty=float(rng.choice([0.0, 0.0, -0.2, 0.7])),
@@ -295,11 +295,13 @@ def draw_requests(
             predicted_output=int(rng.integers(1, LONGEST_ANSWER + 1)) if rng.integers(2) else None,
         )
         group = parallel_samples(request, int(rng.integers(2, 5))) if rng.integers(5) == 0 else (request,)
-        if rng.integers(2):
-            group = [replace(each, output_length=true_length(each, shelf)) for each in group]
         requests += group
     work = np.cumsum([request.num_prompt_tokens + request.max_tokens for request in requests])
-    return requests[: max(1, int((work <= 60 * budget).sum()))]
+    fitting = requests[: max(1, int((work <= 60 * budget).sum()))]
+    return [
+        replace(request, output_length=true_length(request, shelf)) if rng.integers(2) else request
+        for request in fitting
+    ]
 
 
 def true_length(request: Request, shelf: Library) -> int | None:
