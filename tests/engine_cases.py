@@ -183,7 +183,7 @@ def draw_sampling(rng: np.random.Generator) -> SamplingParams:
         presence_penalty=float(rng.choice([0.0, 0.0, -0.5, 1.0])),
         frequency_penalty=float(rng.choice([0.0, 0.0, -0.2, 0.7])),
         min_tokens=int(rng.choice([0, 0, 3, 8])),
-        stop=[(), ("cab", "d"), ("é", "ba"), ("ff",)][int(rng.integers(4))],
+        stop=[(), ("ab", "dd"), ("é", "bc"), ("ce", "gha")][int(rng.integers(4))],
         stop_token_ids=tuple(rng.integers(0, VOCABULARY, int(rng.choice([0, 0, 3]))).tolist()),
         ignore_eos=bool(rng.integers(2)),
         num_logprobs=int(rng.integers(0, 4)) if rng.integers(2) else None,
@@ -297,7 +297,7 @@ def draw_requests(
         group = parallel_samples(request, int(rng.integers(2, 5))) if rng.integers(5) == 0 else (request,)
         requests += group
     work = np.cumsum([request.num_prompt_tokens + request.max_tokens for request in requests])
-    fitting = requests[: max(1, int((work <= 60 * budget).sum()))]
+    fitting = requests[: max(1, int((work <= 45 * budget).sum()))]
     return [
         replace(request, output_length=true_length(request, shelf)) if rng.integers(2) else request
         for request in fitting

@@ -10,6 +10,7 @@ progress is kept in a file, and a run that was killed goes on from there.
 """
 
 import argparse
+import gc
 import json
 import math
 import multiprocessing
@@ -293,6 +294,8 @@ def count(schedule: Schedule, trace: Trace, counts: Counter[str]) -> None:
 def run_batch(dtype: str, seeds: range) -> tuple[range, Counter[str], list[str]]:
     """Serve the schedules of some seeds; return them, what happened and what went wrong."""
     torch.set_num_threads(1)
+    # What the imports left behind is large and never garbage.
+    gc.freeze()
     counts: Counter[str] = Counter()
     problems = []
     for seed in seeds:
