@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from operator import index
 from typing import Any
 
-_OPTIONAL = ("max_model_len", "vocab_size", "sliding_window", "value_head_dim", "latent_dim")
+_OPTIONAL = (
+    "max_model_len",
+    "vocab_size",
+    "sliding_window",
+    "value_head_dim",
+    "latent_dim",
+    "max_num_requests",
+    "max_num_tokens",
+)
 
 RESERVATIONS = ("max", "pow2", "oracle")
 PREEMPTIONS = ("recompute", "swap")
@@ -162,6 +170,25 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class QueueLimits:
+    """Limit what may wait for its first seat; beyond it an engine refuses newcomers.
+
+    Attributes:
+        max_num_requests: Requests, or None for no limit.
+        max_num_tokens: Their prompt tokens together, or None for no limit.
+
+    Raises:
+        ValueError: A limit is below 1.
+    """
+
+    max_num_requests: int | None = None
+    max_num_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "max_num_requests", "max_num_tokens")
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """Hold the numbers of a decoder-only model that memory and FLOP formulas need.
 
@@ -253,6 +280,11 @@ def _first(read: Callable[[str], Any], names: tuple[str, ...]) -> Any:
 
 def _needed(read: Callable[[str], Any], names: tuple[str, ...]) -> Any:
     value = _first(read, names)
+    if value is None and _first(read, _RECURRENT) is not None:
+        raise ValueError(
+            f"the model's config has no {names[0]!r} but a recurrent state, which stands in for a KV cache; "
+            "a model with attention in every layer is needed"
+        )
     if value is None:
         raise ValueError(
             f"the model's config has no {names[0]!r}; a decoder-only model is needed, and if its class has "

@@ -102,6 +102,8 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
             f"model {name!r} has {config.num_hidden_layers} layers, of which {shape.num_layers} keep a KV "
             "cache; only models in which every layer keeps its own can be served"
         )
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise ValueError(f"model {name!r} attends to later tokens, which are not there yet when it generates")
     eos = model.generation_config.eos_token_id if model.generation_config else model.config.eos_token_id
     eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 

@@ -2,11 +2,14 @@
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import replace
+from heapq import heapify, heappop, heappush
 from typing import Protocol
 
 from cbresearch.plan import Plan, StepResult
 from cbresearch.request import Refusal, Request, RequestState
 from cbresearch.scheduler import Scheduler
+from cbresearch.scheduler.admission import check_request
 from cbresearch.trace import RequestRecord, StepRecord, Trace
 
 
@@ -35,6 +38,15 @@ class Loop:
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
         self.scheduler = scheduler
         self.executor = executor
+
+    def validate(self, request: Request) -> None:
+        """Refuse a request that can never be served, whatever its id.
+
+        Raises:
+            ValueError: What it needs, what there is, and the remedy.
+        """
+        self.executor.check(request)
+        check_request(request, self.scheduler.config, self.scheduler.blocks)
 
     def submit(self, request: Request) -> RequestState:
         """Queue a request.
@@ -82,6 +94,7 @@ def serve(
     executor: Executor,
     *,
     on_step: Callable[[StepRecord], object] | None = None,
+    then: Callable[[RequestRecord], Iterable[Request]] | None = None,
 ) -> Trace:
     """Serve requests until all are finished.
 
@@ -93,15 +106,19 @@ def serve(
         scheduler: A scheduler that has served nobody yet.
         executor: Who carries out the plans.
         on_step: Called with each step's record, for a progress bar.
+        then: Called with the record of each request that ends, a refused one too; returns the requests
+            that its client sends next (a user who waits for an answer, the next turn of a chat). They come
+            behind those given, and arrive no earlier than the moment at which they are sent.
 
     Returns:
         The trace. A request that cannot be served is in it with its error; the others are served.
     """
     given = list(requests)
     refused: dict[int, str] = {}
-    arrivals = [(place, request) for place, request in enumerate(given) if isinstance(request, Request)]
-    arrivals.sort(key=lambda pair: pair[1].arrival)
-    arrivals.reverse()
+    arrivals = [
+        (request.arrival, place) for place, request in enumerate(given) if isinstance(request, Request)
+    ]
+    heapify(arrivals)
     loop = Loop(scheduler, executor)
     states: dict[int, RequestState] = {}
     steps: list[StepRecord] = []
@@ -110,24 +127,36 @@ def serve(
     def virtual() -> float:
         return now
 
+    def follow_up(request: Request, state: RequestState | None, error: str | None = None) -> None:
+        for successor in then(record_of(request, state, error)) if then is not None else ():
+            if successor.arrival < now:
+                successor = replace(successor, arrival=now)
+            heappush(arrivals, (successor.arrival, len(given)))
+            given.append(successor)
+
     while arrivals or scheduler.has_work:
         if not scheduler.has_work:
-            now = max(now, arrivals[-1][1].arrival)
-        while arrivals and arrivals[-1][1].arrival <= now:
-            place, request = arrivals.pop()
+            now = max(now, arrivals[0][0])
+        while arrivals and arrivals[0][0] <= now:
+            _, place = heappop(arrivals)
+            request = given[place]
+            assert isinstance(request, Request)
             try:
                 states[place] = loop.submit(request)
             except ValueError as error:
                 refused[place] = str(error)
+                follow_up(request, None, refused[place])
         if not scheduler.has_work:
             continue
         wake = scheduler.wakes(now)
         if wake is not None:
-            now = min(wake, arrivals[-1][1].arrival) if arrivals else wake
+            now = min(wake, arrivals[0][0]) if arrivals else wake
             continue
-        step, _ = loop.step(virtual)
+        step, finished = loop.step(virtual)
         steps.append(step)
         now = step.end
+        for state in finished:
+            follow_up(state.request, state)
         if on_step is not None:
             on_step(steps[-1])
     return Trace(

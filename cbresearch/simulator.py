@@ -12,7 +12,7 @@ from cbresearch.policies import Policy
 from cbresearch.request import Refusal, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
-from cbresearch.trace import StepRecord, Trace
+from cbresearch.trace import RequestRecord, StepRecord, Trace
 
 _MAX_ROOMY_TOKENS = 2**20
 
@@ -106,6 +106,7 @@ def simulate(
     scheduler: SchedulerConfig | None = None,
     cache: CacheConfig | None = None,
     on_step: Callable[[StepRecord], object] | None = None,
+    then: Callable[[RequestRecord], Iterable[Request]] | None = None,
 ) -> Trace:
     """Serve requests in the simulator, step by step.
 
@@ -116,6 +117,7 @@ def simulate(
         scheduler: The limits of a step.
         cache: The KV pool; by default one in which memory never runs out.
         on_step: Called with each step's record.
+        then: Says which requests follow on one that ends, as for `serve`.
     """
     requests = list(requests)
     scheduler = scheduler or SchedulerConfig()
@@ -124,7 +126,7 @@ def simulate(
     policy = policies.get(policy) if isinstance(policy, str) else policy
     # A cost model that can tell a step's time beforehand is the policy's step-time model as well.
     served = Scheduler(policy, scheduler, cache, getattr(cost, "seconds", None))
-    return serve(requests, served, CostExecutor(cost), on_step=on_step)
+    return serve(requests, served, CostExecutor(cost), on_step=on_step, then=then)
 
 
 def replay(

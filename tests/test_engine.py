@@ -10,13 +10,17 @@ import torch
 from conftest import generate_alone
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
     Gemma3TextConfig,
     GenerationConfig,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    MambaConfig,
     Qwen3NextConfig,
+    T5Config,
 )
 
 from cbresearch import models, policies
@@ -28,6 +32,7 @@ from cbresearch.request import Request, SamplingParams
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import replay
+from cbresearch.workloads import load, resolve_prompts
 
 POLICIES = ("static", "static:release", "fcfs", "prefill_first", "sjf", "vllm_v1", "vllm_v1:priority")
 NUM_COMBINATIONS = 320
@@ -311,6 +316,25 @@ def test_real_weights_give_the_tokens_of_generate_under_every_policy_block_size_
     assert num_preemptions > 0
 
 
+@pytest.mark.weights
+def test_real_weights_give_the_tokens_of_generate_on_every_preset_prompt(top_two_gap):
+    try:
+        loaded = models.load("smollm2-135m")
+    except ValueError as missing:
+        pytest.skip(str(missing))
+    rng = np.random.default_rng(0)
+    requests = resolve_prompts(load("chat24", rng), loaded.encode, loaded.shape.vocab_size, rng)
+    assert len(requests) == 24
+    trace = run(loaded, requests, "fcfs", SchedulerConfig(8), CacheConfig(100, prefix_caching=True))
+    expected = {}
+    for request in requests:
+        want = generate_alone(loaded.model, request.prompt, request.max_tokens)
+        ends = [n + 1 for n, token in enumerate(want) if token in loaded.eos_token_ids]
+        cut = request.max_tokens if request.sampling.ignore_eos or not ends else ends[0]
+        expected[request.id] = (want[:cut], request.prompt)
+    assert_served_as_alone(loaded, trace, expected, top_two_gap)
+
+
 def test_generation_config_lists_of_eos_tokens_are_read():
     model = models.load("tiny").model
     model.generation_config = GenerationConfig(eos_token_id=[5, 9])
@@ -333,6 +357,21 @@ def test_a_model_that_would_be_answered_wrongly_is_refused(config, problem):
     config.update({**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0})
     with pytest.raises(ValueError, match=re.escape(problem)):
         compare(models.wrap("m", AutoModelForCausalLM.from_config(config)), [Request("r", (5, 6), 2)], "fcfs")
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        (MambaConfig(hidden_size=32, state_size=8), "a recurrent state, which stands in for a KV cache"),
+        (BertConfig(hidden_size=32, num_attention_heads=2), "attends to later tokens"),
+        (T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2), "keeps the KV of its encoder"),
+    ],
+)
+def test_a_model_that_is_no_causal_decoder_is_refused_with_the_reason(config, problem):
+    config.update({"vocab_size": 64, "num_hidden_layers": 2})
+    kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    with pytest.raises(ValueError, match=problem):
+        models.wrap("m", kind.from_config(config))
 
 
 def test_a_model_that_bypasses_the_attention_interface_is_refused(tiny):

@@ -19,7 +19,7 @@ from cbresearch.costs import Linear
 from cbresearch.plan import StepResult
 from cbresearch.request import Refusal
 from cbresearch.serve import serve
-from cbresearch.simulator import UNIT_STEP, CostExecutor
+from cbresearch.simulator import UNIT_STEP, CostExecutor, simulate
 
 BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release"]
 
@@ -327,3 +327,31 @@ def test_a_policy_is_asked_at_the_time_of_each_step():
     scheduler = Scheduler(Clocked(), SchedulerConfig(), CacheConfig(64, 1))
     trace = serve(random_workload(10), scheduler, CostExecutor(Linear(step=0.3)))
     assert asked == [step.start for step in trace.steps]
+
+
+def test_a_user_who_waits_for_each_answer_sends_the_next_request_when_it_is_there():
+    def then(record):
+        user, turn = record.id.split("-")
+        if int(turn) < 3:
+            yield Request(
+                f"{user}-{int(turn) + 1}", 2, 2, arrival=record.finish + (0.5 if user == "a" else 0)
+            )
+
+    trace = simulate([Request("a-0", 2, 2), Request("b-0", 2, 3, arrival=1.5)], "fcfs", then=then)
+    assert [record.id for record in trace.requests] == [f"{u}-{n}" for n in range(4) for u in "ab"]
+    by_id = {record.id: record for record in trace.requests}
+    for user, pause in (("a", 0.5), ("b", 0.0)):
+        for turn in range(1, 4):
+            earlier, later = by_id[f"{user}-{turn - 1}"], by_id[f"{user}-{turn}"]
+            assert later.arrival == earlier.finish + pause
+            assert later.first_scheduled >= later.arrival
+
+
+def test_what_follows_on_a_refused_request_is_served_and_never_arrives_in_the_past():
+    def then(record):
+        return [Request("second", 2, 1)] if record.is_refused else []
+
+    requests = [Request("long", 2, 1, arrival=3.0), Request("too long", 99, 1, arrival=3.0)]
+    trace = simulate(requests, "fcfs", cache=CacheConfig(2, 4), then=then)
+    assert [record.id for record in trace.requests] == ["long", "too long", "second"]
+    assert (trace.requests[2].arrival, trace.requests[2].finish_reason) == (3.0, "length")

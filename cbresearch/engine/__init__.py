@@ -1,5 +1,8 @@
-"""Serve with a real model: carry out a scheduler's plans."""
+"""Serve with a real model: carry out a scheduler's plans, as an experiment or online."""
 
 from cbresearch.engine.executor import ModelExecutor
+from cbresearch.engine.online import Answer, Engine
+from cbresearch.engine.queue import QueueFull
+from cbresearch.engine.stream import Output, Stream, StreamedToken
 
-__all__ = ["ModelExecutor"]
+__all__ = ["Answer", "Engine", "ModelExecutor", "Output", "QueueFull", "Stream", "StreamedToken"]

@@ -12,9 +12,12 @@ from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.engine.sampler import Choice, Row, Sampler
 from cbresearch.engine.text import TextStream
 from cbresearch.engine.timing import DeviceTimer
+from cbresearch.formulas import kv_bytes_per_token
 from cbresearch.models import LoadedModel, layer_windows
 from cbresearch.plan import Plan, Scheduled, StepResult
 from cbresearch.request import Request
+
+_DEFAULT_POOL_BYTES = 2**30
 
 
 class ModelExecutor:
@@ -244,6 +247,21 @@ class ModelExecutor:
         self._block_tables = _widened(self._block_tables, held + len(block_ids))
         self._block_tables[seat, held : held + len(block_ids)] = block_ids
         self._num_blocks[seat] = held + len(block_ids)
+
+
+def default_cache(shape: ModelShape, limits: SchedulerConfig, block_size: int = 16) -> CacheConfig:
+    """Return a pool of 1 GiB, or of what full seats can fill at most if that is less.
+
+    Args:
+        shape: The model.
+        limits: The seats.
+        block_size: Tokens in a block.
+    """
+    num_blocks = _DEFAULT_POOL_BYTES // (kv_bytes_per_token(shape) * block_size)
+    lengths = [length for length in (limits.max_model_len, shape.max_model_len) if length is not None]
+    if lengths:
+        num_blocks = min(num_blocks, limits.max_num_seqs * -(-min(lengths) // block_size))
+    return CacheConfig(max(1, num_blocks), block_size)
 
 
 def _check_window(name: str, shape: ModelShape, cache: CacheConfig) -> None:
