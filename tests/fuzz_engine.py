@@ -36,6 +36,7 @@ from cbresearch.trace import RequestRecord, StepRecord, Trace
 
 BATCH = 20
 
+# The rarer, the later.
 STAGES = ("decoding", "waiting", "prefilling", "preempted", "swapped")
 TRANSFERS = {"copy": "copied on write", "swap_out": "swapped out", "swap_in": "swapped in"}
 EVENTS = (
@@ -213,6 +214,8 @@ def wrong_answer(request: Request, record: RequestRecord, answer: Answer, aborte
     """Yield what is wrong with the end of a request that was served."""
     want, reason = answer.within(request.max_tokens)
     if request.id in aborted:
+        if len(record.tokens) == len(want) and reason != "error":
+            yield f"{request.id} was still there to be aborted after its last token"
         want, reason = want[: len(record.tokens)], "abort"
     if record.finish_reason != reason:
         yield f"{request.id} ended by {record.finish_reason!r} instead of {reason!r}: {record.error}"
@@ -261,11 +264,7 @@ def count(schedule: Schedule, trace: Trace, counts: Counter[str]) -> None:
         counts["preemptions by swap"] += len(plan.swapped)
         counts["preemptions by recompute"] += len(plan.preempted) - len(plan.swapped)
         counts["padding rows"] += len(plan.padding)
-        for kind, what in (
-            ("copy", "copied on write"),
-            ("swap_out", "swapped out"),
-            ("swap_in", "swapped in"),
-        ):
+        for kind, what in TRANSFERS.items():
             counts[f"blocks {what}"] += plan.num_transfers(kind)
     for request, record in zip(schedule.requests, trace.requests, strict=True):
         if record.is_refused:
