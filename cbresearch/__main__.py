@@ -68,7 +68,11 @@ def _check_options(options: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     limits = argparse.ArgumentParser(add_help=False)
     limits.add_argument(
-        "--workload", required=True, metavar="W", help="a preset or a JSON-lines workload file"
+        "--workload",
+        required=True,
+        metavar="W",
+        help="a preset, a public trace, or a trace or workload file; "
+        "options follow a colon: chat:rate=4,n=200",
     )
     limits.add_argument(
         "--policy",

@@ -78,13 +78,17 @@ class SamplingParams:
             if not is_number or not least <= value <= most:
                 raise ValueError(f"{name} is {value!r}; it must be a number from {least:g} to {most:g}")
             object.__setattr__(self, name, float(value))
-        for name, least, optional in _SAMPLING_COUNTS:
+        for name, least, most, optional in _SAMPLING_COUNTS:
             value = getattr(self, name)
             if value is None and optional:
                 continue
-            if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-                raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
+            is_count = isinstance(value, Integral) and not isinstance(value, bool)
+            if not is_count or not least <= value <= most:
+                limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+                raise ValueError(f"{name} is {value!r}; it must be an integer {limits}")
             object.__setattr__(self, name, int(value))
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             raise ValueError(
                 f"temperature is {self.temperature!r}; give at least {_LEAST_TEMPERATURE}, or 0 to take the "
@@ -93,16 +97,33 @@ class SamplingParams:
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "repetition_penalty" if self.top_p else "top_p"
             raise ValueError(f"{name} is 0; it must be above 0, and 1 changes nothing")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for text in stop:
-            if not isinstance(text, str) or not text:
-                raise ValueError(f"stop has {text!r}; give texts that are not empty")
-        object.__setattr__(self, "stop", stop)
-        try:
-            token_ids = tuple(index(token) for token in self.stop_token_ids)
-        except TypeError:
-            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; give a list of token ids") from None
-        object.__setattr__(self, "stop_token_ids", token_ids)
+        object.__setattr__(self, "stop", _checked_stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
+
+
+def _checked_stop(stop: Any) -> tuple[str, ...]:
+    """Return the texts that end an output as a tuple, one text given alone as well."""
+    try:
+        texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    except TypeError:
+        raise ValueError(f"stop is {stop!r}; give a text or a list of texts") from None
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"stop has {text!r}; give texts that are not empty")
+    return texts
+
+
+def _checked_stop_token_ids(token_ids: Any) -> tuple[int, ...]:
+    """Return the tokens that end an output as plain ints."""
+    try:
+        given = tuple(token_ids)
+        kept = tuple(index(token) for token in given)
+    except TypeError:
+        raise ValueError(f"stop_token_ids is {token_ids!r}; give a list of token ids") from None
+    for token, value in zip(kept, given, strict=True):
+        if token < 0 or isinstance(value, bool):
+            raise ValueError(f"stop_token_ids has {value!r}; token ids are integers of at least 0")
+    return kept
 
 
 _LEAST_TEMPERATURE = 1e-3
@@ -115,11 +136,12 @@ _SAMPLING_NUMBERS = (
     ("frequency_penalty", -100.0, 100.0),
 )
 _SAMPLING_COUNTS = (
-    ("top_k", 1, True),
-    ("seed", 0, True),
-    ("n", 1, False),
-    ("min_tokens", 0, False),
-    ("num_logprobs", 0, True),
+    ("top_k", 1, math.inf, True),
+    ("seed", 0, math.inf, True),
+    # A typing error must not fill the memory with requests.
+    ("n", 1, 10_000, False),
+    ("min_tokens", 0, math.inf, False),
+    ("num_logprobs", 0, math.inf, True),
 )
 
 

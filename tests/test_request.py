@@ -6,7 +6,7 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from cbresearch.request import Refusal, Request, RequestState, SamplingParams
+from cbresearch.request import Refusal, Request, RequestState, SamplingParams, expand, parallel_samples
 
 NOT_A_COUNT = [0, -1, True, False, 1.0, 2.5, math.nan, math.inf, "3"]
 NOT_SECONDS = [-1, -1e-9, math.nan, math.inf, -math.inf, True, False, "0", 10**400, -(10**400)]
@@ -150,3 +150,135 @@ def test_numbers_of_numpy_are_taken_as_plain_ones():
     kinds = [type(value) for value in (request.prompt, request.max_tokens, request.arrival)]
     assert kinds == [int, int, float]
     assert type(Request("a", np.arange(3), 1).prompt[0]) is int
+
+
+NUMBERS = {
+    "temperature": (0, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (0, 100),
+    "presence_penalty": (-100, 100),
+    "frequency_penalty": (-100, 100),
+}
+NO_NUMBERS = [math.nan, math.inf, -math.inf, "1", True, None, 1j, [1], 10**400]
+COUNTS = {"top_k": 1, "seed": 0, "n": 1, "min_tokens": 0, "num_logprobs": 0}
+OPTIONAL = {"top_k", "seed", "num_logprobs"}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_sampling_number_out_of_range_is_refused_with_its_name_value_and_range(name):
+    least, most = NUMBERS[name]
+    for value in [least - 1e-9, most + 1e-9, *NO_NUMBERS]:
+        with pytest.raises(ValueError, match=f"{name} is .*a number from {least} to {most}") as refusal:
+            SamplingParams(**{name: value})
+        assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_a_sampling_count_out_of_range_is_refused_with_its_name_value_and_range(name):
+    least = COUNTS[name]
+    values = [least - 1, -(10**30), 1.0, 2.5, math.nan, math.inf, "3", True, False, [1], np.bool_(True)]
+    for value in values if name in OPTIONAL else [*values, None]:
+        with pytest.raises(ValueError, match=f"{name} is .*an integer .*{least}") as refusal:
+            SamplingParams(**{name: value})
+        assert repr(value) in str(refusal.value)
+
+
+def test_more_answers_than_anyone_can_mean_are_refused():
+    assert SamplingParams(n=10_000).n == 10_000
+    with pytest.raises(ValueError, match="n is 10001; it must be an integer from 1 to 10000"):
+        SamplingParams(n=10_001)
+
+
+@pytest.mark.parametrize("value", [1e-12, 5e-324, 9.99e-4])
+def test_a_temperature_that_would_overflow_the_logits_is_refused(value):
+    with pytest.raises(ValueError, match=r"temperature is .*at least 0\.001, or 0") as refusal:
+        SamplingParams(temperature=value)
+    assert repr(value) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])
+@pytest.mark.parametrize("value", [0, 0.0, -0.0])
+def test_a_number_that_leaves_nothing_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name} is 0; it must be above 0"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"stop": ""}, "stop has ''"),
+        ({"stop": ["a", ""]}, "stop has ''"),
+        ({"stop": ["a", 5]}, "stop has 5"),
+        ({"stop": b"ab"}, "stop has 97"),
+        ({"stop": None}, "stop is None"),
+        ({"stop": 5}, "stop is 5"),
+        ({"stop_token_ids": 5}, "stop_token_ids is 5"),
+        ({"stop_token_ids": None}, "stop_token_ids is None"),
+        ({"stop_token_ids": "12"}, "stop_token_ids is '12'"),
+        ({"stop_token_ids": [1.0]}, r"stop_token_ids is \[1.0\]"),
+        ({"stop_token_ids": [3, -1]}, "stop_token_ids has -1"),
+        ({"stop_token_ids": [3, True]}, "stop_token_ids has True"),
+        ({"ignore_eos": "no"}, "ignore_eos is 'no'"),
+        ({"ignore_eos": 1}, "ignore_eos is 1"),
+        ({"ignore_eos": None}, "ignore_eos is None"),
+    ],
+)
+def test_what_cannot_end_an_output_is_refused(given, said):
+    with pytest.raises(ValueError, match=said):
+        SamplingParams(**given)
+
+
+def test_sampling_parameters_at_the_ends_of_their_ranges_are_taken():
+    for name, ends in NUMBERS.items():
+        for value in ends:
+            if value or name not in ("top_p", "repetition_penalty"):
+                assert getattr(SamplingParams(**{name: value}), name) == value
+    for name, least in COUNTS.items():
+        assert getattr(SamplingParams(**{name: least}), name) == least
+    assert SamplingParams(top_k=10**30, seed=10**30).top_k == 10**30
+    assert SamplingParams(temperature=1e-3).temperature == 1e-3
+
+
+def test_sampling_parameters_of_any_kind_become_plain_ones_that_can_be_compared_and_hashed():
+    given = SamplingParams(
+        temperature=np.float32(0.5),
+        top_k=np.int64(3),
+        top_p=1,
+        seed=np.uint8(4),
+        stop="END",
+        stop_token_ids=np.array([3, 4]),
+    )
+    plain = SamplingParams(temperature=0.5, top_k=3, seed=4, stop=("END",), stop_token_ids=(3, 4))
+    assert given == plain
+    assert hash(given) == hash(plain)
+    kinds = [type(value) for value in (given.temperature, given.top_k, given.top_p, given.seed)]
+    assert kinds == [float, int, float, int]
+    assert all(type(token) is int for token in given.stop_token_ids)
+    assert SamplingParams(stop=iter(["a", "b"])).stop == ("a", "b")
+
+
+def test_more_tokens_at_least_than_at_most_are_refused():
+    assert Request("a", 1, 3, sampling=SamplingParams(min_tokens=3)).max_tokens == 3
+    with pytest.raises(ValueError, match="request 'a': min_tokens is 4, over max_tokens of 3"):
+        Request("a", 1, 3, sampling=SamplingParams(min_tokens=4))
+
+
+def test_parallel_samples_have_ids_seeds_and_a_group_and_ask_for_one_answer_each():
+    request = Request("a", 5, 3, sampling=SamplingParams(seed=7, n=3, temperature=1.0))
+    samples = parallel_samples(request)
+    assert [sample.id for sample in samples] == ["a/0", "a/1", "a/2"]
+    assert [sample.sampling.seed for sample in samples] == [7, 8, 9]
+    assert [(sample.group, sample.sampling.n) for sample in samples] == [("a", 1)] * 3
+    assert [sample.id for sample in parallel_samples(request, 2)] == ["a/0", "a/1"]
+    unseeded = parallel_samples(Request("b", 5, 3, sampling=SamplingParams(n=2)))
+    assert [sample.sampling.seed for sample in unseeded] == [None, None]
+
+
+def test_expanding_keeps_the_order_and_leaves_alone_what_wants_one_answer():
+    one, two = Request("one", 5, 3), Request("two", 5, 3, sampling=SamplingParams(n=2))
+    refusal = Refusal("bad", "why")
+    expanded = expand([one, refusal, two, one])
+    assert [every.id for every in expanded] == ["one", "bad", "two/0", "two/1", "one"]
+    assert expanded[0] is one
+    assert expanded[1] is refusal

@@ -1,5 +1,6 @@
 """Workloads say exactly whom to serve; a bad line costs itself alone."""
 
+import dataclasses
 import json
 import math
 import os
@@ -50,6 +51,35 @@ def test_every_field_of_a_line_arrives(tmp_path):
     assert read(tmp_path, json.dumps(fields)) == [
         Request("a", (3, 0, 7), 32, 1.5, SamplingParams(ignore_eos=True), -2, "c1", 2.5)
     ]
+
+
+def test_every_way_to_sample_arrives(tmp_path):
+    sampling = {
+        "temperature": 1,
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "seed": 2**63,
+        "n": 3,
+        "repetition_penalty": 1.1,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.25,
+        "min_tokens": 2,
+        "stop": ["Ende", "🙂"],
+        "stop_token_ids": [7, 0],
+        "ignore_eos": True,
+    }
+    (request,) = read(tmp_path, json.dumps({"prompt": 4, "max_tokens": 3} | sampling))
+    assert request == Request("0", 4, 3, sampling=SamplingParams(**sampling))
+    # Whatever may be asked for, log-probabilities aside, which no result file holds.
+    assert {*sampling, "num_logprobs"} == {field.name for field in dataclasses.fields(SamplingParams)}
+    nothing = json.dumps({"prompt": 4, "max_tokens": 3} | dict.fromkeys(sampling))
+    assert read(tmp_path, nothing) == [Request("0", 4, 3)]
+
+
+def test_one_stop_text_may_be_given_alone(tmp_path):
+    (request,) = read(tmp_path, '{"prompt": 4, "max_tokens": 3, "stop": "Ende"}')
+    assert request.sampling.stop == ("Ende",)
 
 
 @pytest.mark.parametrize("prompt", ["Grüße, 世界 🙂\nnew line", [0, 1, 2], 1, 4096])
@@ -166,6 +196,51 @@ BAD_LINES = {
         '{"prompt": 4, "max_token": 3}',
         ["unknown key 'max_token'", "did you mean 'max_tokens'"],
     ),
+    "text temperature": (
+        '{"prompt": 4, "max_tokens": 3, "temperature": "0.7"}',
+        ["temperature is '0.7'", "a number; 0 takes"],
+    ),
+    "infinite temperature": (
+        '{"prompt": 4, "max_tokens": 3, "temperature": 1e999}',
+        ["temperature is inf", "from 0 to 100"],
+    ),
+    "tiny temperature": (
+        '{"prompt": 4, "max_tokens": 3, "temperature": 1e-9}',
+        ["temperature is 1e-09", "at least 0.001"],
+    ),
+    "true top_k": ('{"prompt": 4, "max_tokens": 3, "top_k": true}', ["top_k is True", "at least 1"]),
+    "top_k 0": ('{"prompt": 4, "max_tokens": 3, "top_k": 0}', ["top_k is 0", "at least 1"]),
+    "top_p 0": ('{"prompt": 4, "max_tokens": 3, "top_p": 0}', ["top_p is 0", "above 0"]),
+    "NaN min_p": ('{"prompt": 4, "max_tokens": 3, "min_p": NaN}', ["min_p is nan", "from 0 to 1"]),
+    "negative seed": ('{"prompt": 4, "max_tokens": 3, "seed": -1}', ["seed is -1", "at least 0"]),
+    "fractional n": ('{"prompt": 4, "max_tokens": 3, "n": 2.0}', ["n is 2.0", "at least 1"]),
+    "too many answers": ('{"prompt": 4, "max_tokens": 3, "n": 99999999}', ["n is 99999999", "to 10000"]),
+    "penalty of 400 digits": (
+        f'{{"prompt": 4, "max_tokens": 3, "presence_penalty": {LONG}}}',
+        ["presence_penalty is inf", "from -100 to 100"],
+    ),
+    "min_tokens over max_tokens": (
+        '{"prompt": 4, "max_tokens": 3, "min_tokens": 4}',
+        ["min_tokens is 4", "max_tokens of 3"],
+    ),
+    "empty stop": ('{"prompt": 4, "max_tokens": 3, "stop": [""]}', ["stop has ''", "not empty"]),
+    "number as stop": ('{"prompt": 4, "max_tokens": 3, "stop": [5]}', ["stop has 5", "give texts"]),
+    "half a character as stop": (
+        r'{"prompt": 4, "max_tokens": 3, "stop": ["ok", "a\ud83d"]}',
+        [r"'\ud83d'", "write the whole character"],
+    ),
+    "a stop token alone": (
+        '{"prompt": 4, "max_tokens": 3, "stop_token_ids": 5}',
+        ["stop_token_ids is 5", "a list of token ids"],
+    ),
+    "negative stop token": (
+        '{"prompt": 4, "max_tokens": 3, "stop_token_ids": [3, -2]}',
+        ["stop_token_ids's token 1 is -2", "at least 0"],
+    ),
+    "true stop token": (
+        '{"prompt": 4, "max_tokens": 3, "stop_token_ids": [true]}',
+        ["stop_token_ids's token 0 is True", "at least 0"],
+    ),
     "foreign key": ('{"prompt": 4, "max_tokens": 3, "?!": 1}', ["unknown key '?!'", "'id'", "'deadline'"]),
 }
 
@@ -235,8 +310,10 @@ def test_a_refused_line_does_not_take_its_id(tmp_path):
         ("Lognormal", "'lognormal128'"),
         ("nowhere/x.jsonl", "there is 'chat24', 'classic60', 'lognormal128', 'poisson64'"),
         ("", "there is 'chat24'"),
-        ("azure.csv", "(.jsonl)"),
-        ("AZURE.CSV", "(.jsonl)"),
+        ("azure_con", "did you mean 'azure_conv'"),
+        ("summary:n=3", "did you mean 'summarization'"),
+        ("azure.parquet", "(.jsonl)"),
+        ("AZURE.CSV.GZ", "(.jsonl)"),
     ],
 )
 def test_an_unknown_workload_raises_with_what_there_is(name, said):
@@ -246,9 +323,9 @@ def test_an_unknown_workload_raises_with_what_there_is(name, said):
     assert said in str(caught.value)
 
 
-def test_a_csv_that_exists_is_refused_by_its_ending(tmp_path):
-    path = tmp_path / "azure.csv"
-    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0.0,4,3\n")
+def test_a_table_that_exists_is_refused_by_its_ending(tmp_path):
+    path = tmp_path / "azure.tsv"
+    path.write_text("TIMESTAMP\tContextTokens\tGeneratedTokens\n")
     with pytest.raises(ValueError, match=r"files with this ending are not read; give a preset \(chat24"):
         workloads.load(path, rng())
 
@@ -458,7 +535,10 @@ def test_an_impossible_distribution_raises_and_names_the_value(draw, said):
 
 def test_presets_are_listed_with_what_they_send():
     listed = workloads.presets()
-    assert list(listed) == ["chat24", "classic60", "lognormal128", "poisson64"]
+    assert list(listed) == [
+        *("chat24", "classic60", "lognormal128", "poisson64"),
+        *("chat", "code", "rag", "summarization", "multi_turn", "agents", "batch"),
+    ]
     for line in listed.values():
         assert line.startswith("Send ") and line.endswith(".")
 
@@ -468,7 +548,7 @@ def test_presets_cannot_be_mutated():
         workloads.PRESETS["chat24"] = workloads.classic60
     workloads.presets().clear()
     workloads.load("chat24", rng()).clear()
-    assert len(workloads.presets()) == 4
+    assert len(workloads.presets()) == 11
     assert len(workloads.load("chat24", rng())) == 24
 
 
@@ -550,8 +630,9 @@ SHOW_ALL = """
 import numpy as np
 from cbresearch import workloads
 
-for name in workloads.presets():
+for name, preset in workloads.PRESETS.items():
     rng = np.random.default_rng(3)
+    name += ":size=0.05" if preset.__kwdefaults__ else ""
     print(name, workloads.resolve_prompts(workloads.load(name, rng), str.encode, 256, rng))
 """
 

@@ -79,8 +79,8 @@ class ModelExecutor:
         """Refuse a request that the model cannot serve.
 
         Raises:
-            ValueError: The prompt is not token ids, an id is outside the vocabulary, or the request is longer
-                than the model's context.
+            ValueError: The prompt is not token ids, an id (of the prompt, or of those that end the output) is
+                outside the vocabulary, or the request is longer than the model's context.
         """
         if not isinstance(request.prompt, tuple):
             raise ValueError(
@@ -89,7 +89,7 @@ class ModelExecutor:
             )
         shape = self.loaded.shape
         if shape.vocab_size is not None:
-            for token in request.prompt:
+            for token in (*request.prompt, *request.sampling.stop_token_ids):
                 if not 0 <= token < shape.vocab_size:
                     raise ValueError(
                         f"request {request.id!r}: token id {token} is outside the vocabulary of "

@@ -35,8 +35,8 @@ def gumbel(keys: Tensor, places: Tensor, num_tokens: int) -> Tensor:
     rows = _mixed(_mixed(keys) + places * _GAMMA)
     tokens = torch.arange(1, num_tokens + 1, device=keys.device)
     bits = _mixed(rows[:, None] + tokens * _GAMMA)
-    # Between 0 and 1, never one of them: 53 bits and a half.
-    uniform = (_shifted(bits, 11) + 0.5) * 2.0**-53
+    # Between 0 and 1, never one of them: with 52 bits the half still fits into a float64.
+    uniform = (_shifted(bits, 12).double() + 0.5) * 2.0**-52
     return -torch.log(-torch.log(uniform))
 
 

@@ -140,6 +140,8 @@ class Sampler:
             for place, (seat, num_output) in enumerate(zip(seats, num_outputs, strict=True))
             if num_output < seat.sampling.min_tokens
             for token in seat.ends
+            # Some models name an end that they cannot emit.
+            if token < scores.shape[-1]
         ]
         if banned:
             places, tokens = torch.tensor(banned, device=device).T
@@ -161,9 +163,8 @@ class Sampler:
         where = torch.tensor(list(wanted), device=logits.device)
         logprobs = logits[where].log_softmax(-1)
         chosen = logprobs.gather(-1, tokens[where, None])[:, 0].tolist()
-        values, ids = (every.tolist() for every in logprobs.topk(max(wanted.values()), dim=-1))
         return {
-            place: TokenLogprobs(chosen[k], tuple(ids[k][:number]), tuple(values[k][:number]))
+            place: TokenLogprobs(chosen[k], *_most_likely(logprobs[k], number))
             for k, (place, number) in enumerate(wanted.items())
         }
 
@@ -202,6 +203,16 @@ def _warpers(recipe: SamplingParams, vocab_size: int) -> LogitsProcessorList:
     if recipe.min_p > 0:
         warpers.append(MinPLogitsWarper(recipe.min_p))
     return warpers
+
+
+def _most_likely(logprobs: Tensor, number: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Return the ids and values of the largest of a row, of equal ones the smallest ids first."""
+    if not number:
+        return (), ()
+    # `topk` alone leaves open which of equal ones it takes; 16-bit logits are often equal.
+    ids = (logprobs >= logprobs.topk(number).values[-1]).nonzero()[:, 0]
+    values, order = logprobs[ids].sort(descending=True, stable=True)
+    return tuple(ids[order[:number]].tolist()), tuple(values[:number].tolist())
 
 
 def _padded(token_ids: Sequence[np.ndarray]) -> Tensor:

@@ -26,7 +26,8 @@ class TextStream:
         self._num_given = 0
         # A token's text can depend on the one before it, so a few decoded ones are decoded again.
         self._context = 0
-        self._num_decoded = 0
+        self._num_whole = 0
+        self._num_taken = 0
         self.stopped_by: str | None = None
 
     @property
@@ -53,13 +54,18 @@ class TextStream:
     def _extend(self, may_stop: bool, is_last: bool) -> None:
         if self.stopped_by is not None:
             return
-        known = self._decode(self._token_ids[self._context : self._num_decoded])
         text = self._decode(self._token_ids[self._context :])
-        if text.endswith(_UNFINISHED) and not is_last:
+        settled = text if is_last else text.rstrip(_UNFINISHED)
+        added = settled[self._num_taken :]
+        if not added:
             return
-        self._context, self._num_decoded = self._num_decoded, len(self._token_ids)
+        self._num_taken = len(settled)
+        if settled == text:
+            # From here on, the tokens since the text was whole before are context enough: they have text.
+            self._context, self._num_whole = self._num_whole, len(self._token_ids)
+            self._num_taken = len(self._decode(self._token_ids[self._context :]))
         before = len(self._text)
-        self._text += text[len(known) :]
+        self._text += added
         if may_stop:
             self._cut(before)
 

@@ -69,7 +69,9 @@ def _life(steps: Sequence[StepRecord], record: RequestRecord) -> Iterator[str]:
                 yield f"{verb} seat {seat} in step {plan.step}, at {step.start:.6g} s, {_held(start)}"
         entry = next((entry for entry in plan.scheduled if entry.request_id == record.id), None)
         if entry is not None:
-            served.append((plan.step, entry))
+            # The step that a request failed in brought it no token.
+            fails = record.finish_reason == "error" and record.id in step.finished
+            served.append((plan.step, entry._replace(samples=False) if fails else entry))
         elif record.id in (row.request_id for row in plan.padding):
             padding.append(plan.step)
         elif not is_done and record.id not in plan.preempted:

@@ -122,9 +122,9 @@ class Trace:
     def memory(self) -> Iterator[MemoryUse]:
         """Yield where the pool's slots are, a record a step; known only now that the outputs' ends are."""
         size = self.cache.block_size
-        # The last token is never fed back, so it never gets a slot.
+        # The last token is never fed back, so it never gets a slot, unless it was and nothing came of it.
         ends = {
-            request.id: request.num_prompt_tokens + len(request.tokens) - 1
+            request.id: request.num_prompt_tokens + len(request.tokens) - (request.finish_reason != "error")
             for request in self.served
             if request.num_prompt_tokens is not None
         }

@@ -50,17 +50,9 @@ def lognormal_lengths(
     Raises:
         ValueError: The arguments admit no such distribution; the message names them.
     """
-    _check_range(minimum, maximum)
-    if not 0 <= sigma <= 10:
-        raise ValueError(f"sigma is {sigma!r}; it must lie between 0 and 10")
-    if not (minimum < mean < maximum or (sigma == 0 and minimum <= mean <= maximum)):
-        raise ValueError(
-            f"mean is {mean!r}; it must lie between minimum = {minimum} and maximum = {maximum}, "
-            "and off both unless sigma is 0"
-        )
+    location = lognormal_location(mean, sigma, maximum, minimum)
     values = np.full(num_requests, float(mean))
     if sigma:
-        location = _clipped_lognormal_location(mean, sigma, minimum, maximum)
         values = np.exp(rng.normal(location, sigma, num_requests)).clip(minimum, maximum)
     whole = np.floor(values)
     lengths: list[int] = (whole + (rng.random(num_requests) < values - whole)).astype(np.int64).tolist()
@@ -73,7 +65,7 @@ def uniform_lengths(rng: np.random.Generator, num_requests: int, minimum: int, m
     Raises:
         ValueError: The range is empty or begins below 1.
     """
-    _check_range(minimum, maximum)
+    check_range(minimum, maximum)
     lengths: list[int] = rng.integers(minimum, maximum, num_requests, endpoint=True).tolist()
     return lengths
 
@@ -111,8 +103,22 @@ def spread_arrivals(
     return spread
 
 
-def _clipped_lognormal_location(mean: float, sigma: float, minimum: int, maximum: int) -> float:
-    """Return the mu for which exp(N(mu, sigma²)), clipped to [minimum, maximum], has this mean."""
+def lognormal_location(mean: float, sigma: float, maximum: int, minimum: int = 1) -> float:
+    """Return the mu for which exp(N(mu, sigma²)), clipped to [minimum, maximum], has this mean.
+
+    Raises:
+        ValueError: The arguments admit no such distribution; the message names them.
+    """
+    check_range(minimum, maximum)
+    if not 0 <= sigma <= 10:
+        raise ValueError(f"sigma is {sigma!r}; it must lie between 0 and 10")
+    if not (minimum < mean < maximum or (sigma == 0 and minimum <= mean <= maximum)):
+        raise ValueError(
+            f"mean is {mean!r}; it must lie between minimum = {minimum} and maximum = {maximum}, "
+            "and off both unless sigma is 0"
+        )
+    if not sigma:
+        return math.log(mean)
 
     def cdf(x: float) -> float:
         return math.erfc(-x / math.sqrt(2)) / 2
@@ -128,6 +134,7 @@ def _clipped_lognormal_location(mean: float, sigma: float, minimum: int, maximum
     return mu
 
 
-def _check_range(minimum: int, maximum: int) -> None:
+def check_range(minimum: int, maximum: int) -> None:
+    """Refuse a range of lengths that is empty or begins below 1; raises ValueError."""
     if not 1 <= minimum <= maximum:
         raise ValueError(f"lengths from {minimum!r} to {maximum!r}: need 1 <= minimum <= maximum")

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields as fields_of
+from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -61,17 +62,18 @@ _KEYS: Mapping[str, tuple[tuple[type, ...], str]] = MappingProxyType(
 _SAMPLING_KEYS = tuple(field.name for field in fields_of(SamplingParams) if field.name in _KEYS)
 
 
-def parse(content: bytes, form: Form | None = None) -> list[Request | Refusal]:
+def parse(content: bytes, form: Form | None = None, n: int | None = None) -> list[Request | Refusal]:
     """Return the requests of a file's lines, in their order, with a `Refusal` in the place of each bad one.
 
     Args:
         content: The file's bytes.
         form: How a line becomes a request; by default as `workloads.load` says of a workload file.
+        n: Read so many requests only; None for all.
     """
     form = form or WORKLOAD
     requests: list[Request | Refusal] = []
     lines_by_id: dict[str, int] = {}
-    for number, line in _lines(content):
+    for number, line in islice(_lines(content), n):
         fields: Fields = {}
         position = str(len(requests))
         try:
@@ -165,11 +167,12 @@ def _request(fields: Fields, position: str) -> Request:
         kinds, remedy = _KEYS[key]
         if type(value) not in kinds:
             raise ValueError(f"{key} is {shown(value)}; it must be {remedy}")
-        if isinstance(value, str):
-            check_text(key, value)
+        for text in value if key == "stop" else [value]:
+            if isinstance(text, str):
+                check_text(key, text)
         if key in ("prompt", "stop_token_ids") and isinstance(value, list):
             _check_token_ids(key, value)
-    given |= {key: seconds(given[key]) for key in ("arrival", "deadline") if key in given}
+    given |= {key: seconds(value) for key, value in given.items() if float in _KEYS[key][0]}
     given.setdefault("id", position)
     sampling = SamplingParams(**{key: given.pop(key) for key in _SAMPLING_KEYS if key in given})
     request = Request(sampling=sampling, **given)

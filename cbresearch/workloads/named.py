@@ -9,6 +9,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cbresearch.request import Refusal, Request, SamplingParams
+from cbresearch.workloads import applications
 from cbresearch.workloads.draws import lognormal_lengths, poisson_arrivals
 from cbresearch.workloads.lines import parse
 
@@ -57,8 +58,26 @@ def poisson64(rng: np.random.Generator) -> Sequence[Request]:
     return _to_the_end(arrivals, prompts, outputs)
 
 
-PRESETS: Mapping[str, Callable[[np.random.Generator], Sequence[Request | Refusal]]] = MappingProxyType(
-    {preset.__name__: preset for preset in (chat24, classic60, lognormal128, poisson64)}
+Preset = Callable[..., Sequence[Request | Refusal]]
+"""Makes requests, given a generator; what it takes by keyword are the options behind its name."""
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        preset.__name__: preset
+        for preset in (
+            chat24,
+            classic60,
+            lognormal128,
+            poisson64,
+            applications.chat,
+            applications.code,
+            applications.rag,
+            applications.summarization,
+            applications.multi_turn,
+            applications.agents,
+            applications.batch,
+        )
+    }
 )
 """The workloads that are known by name."""
 

@@ -1,4 +1,4 @@
-"""Step-time models: how many seconds a plan takes, without a model."""
+"""A step time that is linear in tokens and contexts, and one that repeats what was recorded."""
 
 import math
 from collections.abc import Iterable
@@ -94,7 +94,7 @@ class Linear:
         if len(steps) < (3 if context else 2):
             raise ValueError(f"{len(steps)} steps are too few to fit a step time")
         seconds = np.array([record.duration for record in steps])
-        return cls(*_non_negative_least_squares(np.array(columns) / seconds[:, None], np.ones(len(steps))))
+        return cls(*non_negative_fit(np.array(columns, dtype=np.float64), seconds))
 
 
 class Recorded:
@@ -118,15 +118,17 @@ class Recorded:
         return self.durations[plan.step]
 
 
-def _non_negative_least_squares(matrix: np.ndarray, target: np.ndarray) -> list[float]:
-    """Solve by dropping, one at a time, the column whose coefficient is most negative."""
-    active = list(range(matrix.shape[1]))
-    while active:
-        solution, *_ = np.linalg.lstsq(matrix[:, active], target, rcond=None)
-        if solution.min() >= 0:
-            return [
-                float(solution[active.index(column)]) if column in active else 0.0
-                for column in range(matrix.shape[1])
-            ]
-        del active[int(solution.argmin())]
-    raise ValueError("no non-negative step time fits these steps")
+def non_negative_fit(features: np.ndarray, seconds: np.ndarray) -> list[float]:
+    """Return coefficients, none negative, with the least sum of squared relative errors.
+
+    Args:
+        features: float64 `[num_steps, num_features]`.
+        seconds: float64 `[num_steps]`, all above 0.
+    """
+    from scipy.optimize import nnls
+
+    # Columns of one size, so that tolerances mean the same for each.
+    scale = np.abs(features).max(axis=0)
+    scale[scale == 0] = 1
+    solution, _ = nnls(features / scale / seconds[:, None], np.ones(len(seconds)))
+    return [float(value) for value in solution / scale]

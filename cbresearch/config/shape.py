@@ -1,22 +1,10 @@
-"""Frozen configurations: limits of the cache and the scheduler, and the shape of a model."""
+"""The shape of a model, read off its config."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
-_OPTIONAL = (
-    "max_model_len",
-    "vocab_size",
-    "sliding_window",
-    "value_head_dim",
-    "latent_dim",
-    "max_num_requests",
-    "max_num_tokens",
-)
-
-RESERVATIONS = ("max", "pow2", "oracle")
-PREEMPTIONS = ("recompute", "swap")
+from cbresearch.config.checks import require_positive
 
 # What transformers configs call one thing, the most common name first. In models that have an encoder too,
 # the common name is the encoder's.
@@ -66,128 +54,6 @@ _OTHER_CACHES = {"mimo_v2_flash", "reformer", "xlstm"}
 _DIFFERING = "the model's config has {!r}: its layers differ in what they cache, and one shape is not enough"
 
 
-def _require_positive(owner: object, *names: str) -> None:
-    """Turn the named counts of a configuration into plain ints, whatever integer types they came as."""
-    for name in names:
-        value = getattr(owner, name)
-        if value is None and name in _OPTIONAL:
-            continue
-        try:
-            count = None if isinstance(value, bool) else index(value)
-        except TypeError:
-            count = None
-        if count is None or count < 1:
-            raise ValueError(
-                f"{type(owner).__name__}: {name} is {value!r}; it must be an integer of at least 1"
-            )
-        object.__setattr__(owner, name, count)
-
-
-@dataclass(frozen=True, slots=True)
-class CacheConfig:
-    """Describe the KV pool.
-
-    Attributes:
-        num_blocks: Number of blocks in the pool.
-        block_size: Tokens per block.
-        prefix_caching: Keep full blocks for requests whose prompts begin alike.
-        num_host_blocks: Blocks of the second tier, in the host's memory, to which preempted requests are
-            swapped out; 0 for none.
-        sliding_window: Tokens that every layer attends to at most, the query's own included: blocks that
-            fell out of it are freed. None where some layer sees the whole context.
-        reservation: None for paging; "max", "pow2" or "oracle" for a baseline that reserves each request a
-            contiguous run of blocks when it joins, for the longest context that is allowed, for its output
-            rounded up to a power of two, or for its true output (vLLM, SOSP'23, section 6.1).
-
-    Raises:
-        ValueError: A number is out of range, or contiguous runs are asked for along with what only pages
-            can do.
-    """
-
-    num_blocks: int
-    block_size: int = 16
-    prefix_caching: bool = False
-    num_host_blocks: int = 0
-    sliding_window: int | None = None
-    reservation: str | None = None
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "num_blocks", "block_size", "sliding_window")
-        if self.num_host_blocks:
-            _require_positive(self, "num_host_blocks")
-        if self.reservation is None:
-            return
-        if self.reservation not in RESERVATIONS:
-            raise ValueError(
-                f"CacheConfig: reservation is {self.reservation!r}; choose one of {RESERVATIONS}, or None "
-                "for paging"
-            )
-        if self.prefix_caching or self.num_host_blocks or self.sliding_window is not None:
-            raise ValueError(
-                f"CacheConfig: reservation {self.reservation!r} holds contiguous runs, which are not shared, "
-                "swapped or freed in part; turn off prefix_caching, num_host_blocks and sliding_window"
-            )
-
-    @property
-    def num_tokens(self) -> int:
-        """Return the pool's capacity in tokens."""
-        return self.num_blocks * self.block_size
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """Limit what one step may hold.
-
-    Attributes:
-        max_num_seqs: Number of seats: requests that may be in the batch at once.
-        max_num_batched_tokens: Token budget of one step, prefill and decode together.
-        max_model_len: Largest prompt + output of a request in tokens, or None for no limit.
-        preemption: What policies do with the KV of a request that has to make room, unless they decide
-            otherwise: "recompute" throws it away, "swap" moves it to the host tier while that has room.
-
-        max_preemptions: Preemptions of a request after which no newcomer displaces it any more, and it makes
-            room for others only if all of them have been preempted as often.
-        chunked_prefill: Whether a prompt may be computed over several steps. If not, nobody is accepted who
-            could need more than one step's token budget for it.
-
-    Raises:
-        ValueError: A limit is below 1, or the preemption is unknown.
-    """
-
-    max_num_seqs: int = 8
-    max_num_batched_tokens: int = 2048
-    max_model_len: int | None = None
-    preemption: str = "recompute"
-    max_preemptions: int = 8
-    chunked_prefill: bool = True
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_preemptions")
-        if self.preemption not in PREEMPTIONS:
-            raise ValueError(
-                f"SchedulerConfig: preemption is {self.preemption!r}; choose one of {PREEMPTIONS}"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class QueueLimits:
-    """Limit what may wait for its first seat; beyond it an engine refuses newcomers.
-
-    Attributes:
-        max_num_requests: Requests, or None for no limit.
-        max_num_tokens: Their prompt tokens together, or None for no limit.
-
-    Raises:
-        ValueError: A limit is below 1.
-    """
-
-    max_num_requests: int | None = None
-    max_num_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _require_positive(self, "max_num_requests", "max_num_tokens")
-
-
 @dataclass(frozen=True, slots=True)
 class ModelShape:
     """Hold the numbers of a decoder-only model that memory and FLOP formulas need.
@@ -226,13 +92,13 @@ class ModelShape:
     num_sliding_layers: int = 0
 
     def __post_init__(self) -> None:
-        _require_positive(self, *(name for name in self.__slots__ if name != "num_sliding_layers"))
+        require_positive(self, *(name for name in self.__slots__ if name != "num_sliding_layers"))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"ModelShape: {self.num_heads} query heads do not divide among {self.num_kv_heads} KV heads"
             )
         if self.num_sliding_layers:
-            _require_positive(self, "num_sliding_layers")
+            require_positive(self, "num_sliding_layers")
         if self.num_sliding_layers > self.num_layers or bool(self.num_sliding_layers) != bool(
             self.sliding_window
         ):

@@ -1,9 +1,4 @@
-"""What a run achieved, measured from its `Trace` alone; `formulas` predicts the same quantities.
-
-A quantity that the trace does not define (a mean of nothing, a rate over no time) is None, never 0.
-Refused requests are counted and enter nothing else. Step-weighted means count each step once, time-weighted
-ones count it by its duration; they differ where a step's duration depends on what is in it.
-"""
+"""The figures of a run: latencies, rates, rows, memory and tokens; see the package for what they share."""
 
 import math
 from collections.abc import Callable, Iterable, Mapping
@@ -97,7 +92,7 @@ def percentile(values: Iterable[float], q: float) -> float | None:
     """
     if not 0 <= q <= 100:
         raise ValueError(f"q is {q!r}; a percentile is asked for in percent, 0 to 100")
-    sample = _sample(values)
+    sample = sample_of(values)
     return float(np.percentile(sample, q)) if sample.size else None
 
 
@@ -110,7 +105,7 @@ def summarize(values: Iterable[float]) -> Summary:
     Raises:
         ValueError: A value is not finite.
     """
-    sample = _sample(values)
+    sample = sample_of(values)
     if not sample.size:
         return Summary(0)
     p50, p90, p99 = (float(value) for value in np.percentile(sample, (50, 90, 99)))
@@ -389,7 +384,8 @@ def _text(value: float | int | None) -> str:
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _sample(values: Iterable[float]) -> npt.NDArray[np.float64]:
+def sample_of(values: Iterable[float]) -> npt.NDArray[np.float64]:
+    """Return values as an array; a value that is not finite was not measured, and is refused."""
     sample = np.fromiter(values, dtype=np.float64)
     for value in sample[~np.isfinite(sample)]:
         raise ValueError(f"the sample holds {float(value)!r}; leave out what was not measured")

@@ -1,0 +1,121 @@
+"""A step time from a model's arithmetic and bytes, and a machine's peaks."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from cbresearch.config import Hardware, ModelShape
+from cbresearch.formulas import kv_bytes_per_token
+from cbresearch.plan import Plan
+
+CARDS: Mapping[str, Hardware] = MappingProxyType(
+    {
+        card.name: card
+        for card in (
+            # Dense bfloat16 peaks and memory of the vendors' data sheets; PCIe one way.
+            Hardware("a100-80gb", 312e12, 2.04e12, 80 * 10**9, 32e9),
+            Hardware("h100-sxm", 989e12, 3.35e12, 80 * 10**9, 64e9),
+            Hardware("h200-sxm", 989e12, 4.8e12, 141 * 10**9, 64e9),
+            Hardware("l4", 121e12, 0.3e12, 24 * 10**9, 32e9),
+        )
+    }
+)
+"""A few public cards by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """The least seconds of a step on a machine, by the efficiencies with which its peaks are reached.
+
+    Linear layers take max(2Nn/C, Nβ/W) for n tokens. Attention takes the larger of its FLOP over C and its
+    bytes over W: each row reads the keys and values of its context once, and each query attends to the
+    tokens up to its own. What is copied or swapped is charged for its bytes.
+
+    Source: Williams et al., CACM 2009; the terms as in `formulas.decode_step_seconds`, here for a plan with
+    prompts in it.
+
+    Attributes:
+        shape: The model, with one data type for weights and cache; windows count as whole contexts.
+        hardware: The machine.
+        overhead: Seconds of a step beside the device's work: launches, scheduling, sampling.
+        flops_efficiency: Share of the peak arithmetic that is reached.
+        bandwidth_efficiency: Share of the peak bandwidth that is reached.
+        block_size: Tokens in a KV block, for what a transfer moves.
+
+    Raises:
+        ValueError: An efficiency is not above 0 and at most 1, the overhead is negative or not finite, or
+            the model caches latents.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    overhead: float = 0.0
+    flops_efficiency: float = 1.0
+    bandwidth_efficiency: float = 1.0
+    block_size: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("flops_efficiency", "bandwidth_efficiency"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0 and at most 1")
+        if not 0 <= self.overhead < math.inf:
+            raise ValueError(f"overhead is {self.overhead!r}; give finite seconds, none negative")
+        if self.block_size < 1:
+            raise ValueError(f"block_size is {self.block_size!r}; it must be at least 1")
+        if self.shape.latent_dim is not None:
+            raise ValueError("the roofline counts keys and values; this model caches latents")
+
+    def __call__(self, plan: Plan) -> float:
+        """Return the seconds that the plan takes.
+
+        Raises:
+            ValueError: The plan swaps, and the hardware's `link_bandwidth` is unknown.
+        """
+        # A query of a chunk attends to what was there and to the chunk up to itself.
+        num_pairs = sum(
+            entry.num_tokens * entry.start + entry.num_tokens * (entry.num_tokens + 1) // 2
+            for entry in plan.scheduled
+        ) + sum(row.context_length for row in plan.padding)
+        seconds = self._seconds(plan.num_tokens, plan.num_context_tokens, num_pairs)
+        return seconds + self._transfer_seconds(plan) if plan.transfers else seconds
+
+    def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
+        """Return the seconds of a step that copies nothing and only decodes, for policies that look ahead."""
+        return self._seconds(num_tokens, num_context_tokens, num_context_tokens)
+
+    def _seconds(self, num_tokens: int, num_context_tokens: int, num_pairs: int) -> float:
+        shape = self.shape
+        flops = self.hardware.peak_flops * self.flops_efficiency
+        bandwidth = self.hardware.bandwidth * self.bandwidth_efficiency
+        if not num_tokens:
+            return self.overhead
+        linear = max(
+            2 * shape.num_parameters * num_tokens / flops,
+            shape.num_parameters * shape.dtype_bytes / bandwidth,
+        )
+        per_pair = (
+            2
+            * shape.num_layers
+            * shape.num_heads
+            * (shape.head_dim + (shape.value_head_dim or shape.head_dim))
+        )
+        attention = max(
+            per_pair * num_pairs / flops, num_context_tokens * kv_bytes_per_token(shape) / bandwidth
+        )
+        return self.overhead + linear + attention
+
+    def _transfer_seconds(self, plan: Plan) -> float:
+        block_bytes = kv_bytes_per_token(self.shape) * self.block_size
+        num_copied = plan.num_transfers("copy")
+        num_swapped = len(plan.transfers) - num_copied
+        # A copy reads and writes the same memory.
+        seconds = 2 * num_copied * block_bytes / (self.hardware.bandwidth * self.bandwidth_efficiency)
+        if num_swapped:
+            if self.hardware.link_bandwidth is None:
+                raise ValueError(
+                    f"the plan swaps {num_swapped} blocks, and the link_bandwidth of "
+                    f"{self.hardware.name!r} is unknown; give it"
+                )
+            seconds += num_swapped * block_bytes / self.hardware.link_bandwidth
+        return seconds

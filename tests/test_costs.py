@@ -1,0 +1,178 @@
+"""Step-time models against closed forms, and against steps whose time is known."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cbresearch import CacheConfig, Hardware, ModelShape, Request, SchedulerConfig, formulas, simulate
+from cbresearch.costs import CARDS, FEATURES, Calibrated, Linear, Roofline
+from cbresearch.plan import Padding, Plan, Scheduled, Transfer
+
+SHAPE = ModelShape(
+    num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_parameters=8 * 10**9, dtype_bytes=2
+)
+CARD = Hardware("card", peak_flops=1e15, bandwidth=3e12, link_bandwidth=5e10)
+
+
+def decodes(num_rows, context):
+    entries = [Scheduled(str(n), n, context - 1, 1, False, True, ()) for n in range(num_rows)]
+    return Plan(0, tuple(entries))
+
+
+def chunk(start, num_tokens, **fields):
+    return Plan(0, (Scheduled("a", 0, start, num_tokens, True, True, ()),), **fields)
+
+
+@pytest.mark.parametrize("num_rows", [1, 64, 1000])
+@pytest.mark.parametrize("context", [1, 4096])
+def test_a_decode_step_on_the_roofline_takes_what_the_formula_says(num_rows, context):
+    expected = sum(formulas.decode_step_seconds(SHAPE, num_rows, context, 1e15, 3e12))
+    assert Roofline(SHAPE, CARD)(decodes(num_rows, context)) == pytest.approx(expected)
+    assert Roofline(SHAPE, CARD).seconds(num_rows, num_rows * context) == pytest.approx(expected)
+
+
+def test_the_linear_layers_turn_from_bandwidth_to_arithmetic_at_the_ridge():
+    ridge = formulas.ridge_tokens(1e15, 3e12, 2)
+    cost = Roofline(replace(SHAPE, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1), CARD)
+    few, at, many = (cost(chunk(0, int(tokens))) for tokens in (ridge / 4, ridge, 4 * ridge))
+    assert few == pytest.approx(at, rel=1e-2)
+    assert many == pytest.approx(4 * at, rel=1e-2)
+
+
+def test_a_prompt_costs_the_same_arithmetic_in_one_chunk_or_two():
+    # Where arithmetic binds, chunks only add up; their queries see what they would have seen in one.
+    cost = Roofline(SHAPE, replace(CARD, bandwidth=1e30))
+    whole = cost(chunk(0, 8192))
+    assert cost(chunk(0, 4096)) + cost(chunk(4096, 4096)) == pytest.approx(whole)
+    # 2N a token, and 2 · layers · heads · (d_k + d_v) a query and key.
+    flops = 2 * 8e9 * 8192 + 2 * 32 * 32 * 256 * 8192 * 8193 / 2
+    assert whole == pytest.approx(flops / 1e15)
+
+
+def test_efficiencies_and_overhead_scale_and_shift_the_roofline():
+    base, plan = Roofline(SHAPE, CARD)(decodes(8, 100)), decodes(8, 100)
+    assert Roofline(SHAPE, CARD, overhead=0.5)(plan) == pytest.approx(base + 0.5)
+    slow = Roofline(SHAPE, CARD, flops_efficiency=0.5, bandwidth_efficiency=0.5)
+    assert slow(plan) == pytest.approx(2 * base)
+    padded = replace(plan, padding=(Padding("z", 8, 100),))
+    assert Roofline(SHAPE, CARD)(padded) == pytest.approx(Roofline(SHAPE, CARD)(decodes(9, 100)))
+
+
+def test_swaps_are_charged_to_the_link_and_copies_to_the_memory():
+    cost, plan = Roofline(SHAPE, CARD, block_size=16), decodes(2, 10)
+    block_bytes = 16 * formulas.kv_bytes_per_token(SHAPE)
+    swapped = replace(plan, transfers=(Transfer("swap_out", 0, 0), Transfer("swap_in", 1, 1)))
+    copied = replace(plan, transfers=(Transfer("copy", 0, 1),))
+    assert cost(swapped) - cost(plan) == pytest.approx(2 * block_bytes / 5e10)
+    assert cost(copied) - cost(plan) == pytest.approx(2 * block_bytes / 3e12)
+    only_room = Plan(0, (), transfers=(Transfer("swap_out", 0, 0),))
+    assert cost(only_room) == pytest.approx(block_bytes / 5e10)
+    with pytest.raises(ValueError, match="link_bandwidth of 'card' is unknown"):
+        Roofline(SHAPE, replace(CARD, link_bandwidth=None))(swapped)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"flops_efficiency": 0}, "flops_efficiency is 0"),
+        ({"bandwidth_efficiency": 1.1}, r"bandwidth_efficiency is 1\.1"),
+        ({"overhead": -1.0}, r"overhead is -1\.0"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"shape": replace(SHAPE, latent_dim=576)}, "caches latents"),
+    ],
+)
+def test_a_roofline_that_cannot_be_is_refused(fields, problem):
+    with pytest.raises(ValueError, match=problem):
+        Roofline(**{"shape": SHAPE, "hardware": CARD, **fields})
+
+
+@pytest.mark.parametrize("name", ["peak_flops", "bandwidth", "memory_bytes", "link_bandwidth"])
+def test_hardware_without_a_positive_number_is_refused(name):
+    with pytest.raises(ValueError, match=f"Hardware: {name} is 0"):
+        Hardware(**{"name": "x", "peak_flops": 1.0, "bandwidth": 1.0, name: 0})
+
+
+def test_the_cards_ridge_points_are_the_published_ones():
+    ridges = {
+        name: formulas.ridge_tokens(CARDS[name].peak_flops, CARDS[name].bandwidth, 2)
+        for name in ("h100-sxm", "h200-sxm", "a100-80gb")
+    }
+    assert {name: round(ridge) for name, ridge in ridges.items()} == {
+        "h100-sxm": 295,
+        "h200-sxm": 206,
+        "a100-80gb": 153,
+    }
+
+
+def test_hardware_is_measured_by_what_the_clock_says():
+    ticks = iter(range(100))
+    machine = Hardware.measure(lambda: float(next(ticks)), num_rounds=2)
+    assert machine.peak_flops == 2 * 1024**3
+    assert machine.bandwidth == 2 * 2**25 * 4
+    real = Hardware.measure(num_rounds=1)
+    assert real.peak_flops > 1e8
+    assert real.bandwidth > 1e8
+
+
+def recorded(seed, cost, **limits):
+    rng = np.random.default_rng(seed)
+    requests = [
+        Request(str(n), int(rng.integers(1, 60)), int(rng.integers(1, 30)), arrival=float(n) * 0.05)
+        for n in range(60)
+    ]
+    return simulate(requests, "fcfs", cost=cost, scheduler=SchedulerConfig(6, 40, **limits))
+
+
+def test_a_fit_finds_the_coefficients_that_made_the_steps():
+    true = (0.01, 0.002, 0.001, 0.003, 1e-5, 2e-5, 1e-6, 0.0)
+
+    def cost(plan):
+        from cbresearch.costs.calibrated import features_of
+
+        return float(np.dot(features_of(plan), true))
+
+    fitted = Calibrated.fit(recorded(1, cost), recorded(2, cost))
+    assert fitted.held_out_error < 1e-3
+    assert abs(fitted.held_out_bias) < 1e-3
+    assert fitted.num_fitted == pytest.approx(4 * fitted.num_held_out, rel=0.05)
+    other = recorded(3, cost)
+    again = [fitted(step.plan) for step in other.steps]
+    np.testing.assert_allclose(again, [step.duration for step in other.steps], rtol=5e-3)
+
+
+def test_the_held_out_error_is_that_of_steps_the_fit_did_not_see():
+    noise = np.random.default_rng(9)
+    base = Linear(0.01, 0.001)
+    trace = recorded(4, lambda plan: base(plan) * float(np.exp(noise.normal(0, 0.2))))
+    fitted = Calibrated.fit(trace)
+    # The median of |N(0, 0.2)| is 0.135.
+    assert 0.08 < fitted.held_out_error < 0.2
+    assert fitted == Calibrated.fit(trace)
+    assert fitted != Calibrated.fit(trace, rng=np.random.default_rng(1))
+
+
+def test_a_step_beyond_what_was_seen_is_refused_unless_that_is_asked_for():
+    fitted = Calibrated.fit(recorded(5, Linear(0.01, 0.001, 1e-5)))
+    with pytest.raises(ValueError, match=r"step 0 has 100 decode rows, and the runs .* had 6 at most"):
+        fitted(decodes(100, 10))
+    bold = replace(fitted, may_extrapolate=True)
+    assert bold(decodes(100, 10)) == pytest.approx(Linear(0.01, 0.001, 1e-5)(decodes(100, 10)), rel=0.02)
+    trace = recorded(5, fitted)
+    with pytest.raises(ValueError, match="decode rows"):
+        simulate(
+            [Request(str(n), 1, 5) for n in range(50)],
+            cost=fitted,
+            scheduler=SchedulerConfig(50),
+            cache=CacheConfig(100),
+        )
+    assert trace.duration == pytest.approx(recorded(5, Linear(0.01, 0.001, 1e-5)).duration, rel=0.01)
+
+
+def test_too_few_steps_or_a_share_that_is_none_are_refused():
+    short = simulate([Request("a", 1, 5)], cost=Linear(1.0))
+    with pytest.raises(ValueError, match=f"5 steps are too few to fit {len(FEATURES)} coefficients"):
+        Calibrated.fit(short)
+    for share in (0, 1):
+        with pytest.raises(ValueError, match=f"hold_out is {share}"):
+            Calibrated.fit(recorded(6, Linear(1.0)), hold_out=share)

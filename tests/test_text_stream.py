@@ -1,0 +1,213 @@
+"""Streamed text is the final text, and a stop text is found wherever the tokens' borders lie."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cbresearch.engine.text import TextStream
+
+UNFINISHED = "\ufffd"
+
+
+def decode_bytes(token_ids):
+    """Decode as a tokenizer of bytes does: a token a byte."""
+    return bytes(token_ids).decode(errors="replace")
+
+
+def decode_pieces(pieces):
+    """Return a decoder of tokens that stand for some bytes each."""
+    return lambda token_ids: b"".join(pieces[token] for token in token_ids).decode(errors="replace")
+
+
+def stream(decode, token_ids, stop=(), min_tokens=0):
+    """Return the stream after the token that ends it, or after all, what it gave, and the tokens it took."""
+    text = TextStream(decode, stop)
+    given, taken = [], 0
+    for place, token in enumerate(token_ids, start=1):
+        given.append(text.push(token, place >= min_tokens))
+        taken = place
+        if text.stopped_by is not None:
+            break
+    given.append(text.finish())
+    return text, given, taken
+
+
+def naive(decode, token_ids, stop, min_tokens=0):
+    """Decode the whole output after each token and look for a stop text that was not there before.
+
+    Returns the text, how many tokens it took, and what stopped it.
+    """
+    before = 0
+    for taken in range(1, len(token_ids) + 1):
+        text = decode(token_ids[:taken]).rstrip(UNFINISHED)
+        found = [
+            (place, end)
+            for end in stop
+            for place in range(len(text) - len(end) + 1)
+            if text.startswith(end, place) and place + len(end) > before
+        ]
+        before = len(text)
+        if found and taken >= min_tokens:
+            place, end = min(found)
+            return text[:place], taken, end
+    return decode(token_ids), len(token_ids), None
+
+
+@pytest.mark.parametrize("text", ["plain", "Grüße", "世界 🙂 é", "🙂🙂", "a🙂b", "é", ""])
+def test_characters_come_whole_when_their_last_byte_is_there(text):
+    _, given, _ = stream(decode_bytes, text.encode())
+    assert "".join(given) == text
+    assert not any(UNFINISHED in part for part in given)
+    assert [part for part in given if part] == list(text)
+
+
+def test_bytes_that_are_no_character_are_shown_when_that_is_certain():
+    broken = b"a\xe2\x82b\xff\xffc\xe2"
+    _, given, _ = stream(decode_bytes, broken)
+    assert "".join(given) == broken.decode(errors="replace")
+    assert given == ["a", "", "", f"{UNFINISHED}b", "", "", f"{UNFINISHED * 2}c", "", UNFINISHED]
+
+
+def test_a_stop_text_is_found_across_tokens_and_cut_off():
+    pieces = [b"The en", b"d of", b" it", b" all"]
+    text, given, taken = stream(decode_pieces(pieces), range(4), ["end of it"])
+    assert (text.text, taken, text.stopped_by) == ("The ", 3, "end of it")
+    assert given == ["The ", "", "", ""]
+
+
+def test_a_stop_text_in_the_middle_of_a_token_cuts_what_follows_in_it():
+    pieces = [b"one\ntwo\nthree"]
+    text, given, taken = stream(decode_pieces(pieces), [0], ["\n"])
+    assert (text.text, given, taken) == ("one", ["one", ""], 1)
+
+
+@pytest.mark.parametrize("stop", [["three", "two", "one"], ["one", "two", "three"]])
+def test_the_stop_text_that_begins_first_wins_whatever_its_place_in_the_list(stop):
+    text, _, _ = stream(decode_pieces([b"0 one two three"]), [0], stop)
+    assert (text.text, text.stopped_by) == ("0 ", "one")
+
+
+def test_what_only_began_like_a_stop_text_is_given_out_later():
+    text, given, _ = stream(decode_bytes, b"aab aabc", ["aabc"])
+    assert text.text == "aab "
+    assert given == ["", "", "", "aab ", "", "", "", "", ""]
+    text, given, _ = stream(decode_bytes, b"aaaab", ["aab"])
+    assert (text.text, "".join(given)) == ("aa", "aa")
+
+
+def test_an_output_that_ends_where_a_stop_text_had_begun_keeps_its_text():
+    text, given, taken = stream(decode_bytes, b"xyEN", ["END"])
+    assert (text.text, taken, text.stopped_by) == ("xyEN", 4, None)
+    assert given == ["x", "y", "", "", "EN"]
+
+
+@pytest.mark.parametrize("min_tokens", range(9))
+def test_a_stop_text_that_is_complete_too_early_does_not_count(min_tokens):
+    text, given, taken = stream(decode_bytes, b"a.b.c.", ["."], min_tokens)
+    expected = {0: 2, 1: 2, 2: 2, 3: 4, 4: 4, 5: 6, 6: 6}.get(min_tokens)
+    assert taken == (expected or 6)
+    assert text.text == "".join(given) == ("a.b.c"[: expected - 1] if expected else "a.b.c.")
+
+
+def test_a_stop_text_counts_although_its_token_ends_within_a_character():
+    # As byte-level tokenizers have them: the end of a line, and a third of the next character.
+    pieces = [b"a", b"\n\xe2", b"\x82\xac", b"b"]
+    text, given, taken = stream(decode_pieces(pieces), range(4), ["\n"])
+    assert (text.text, taken) == ("a", 2)
+    assert given == ["a", "", ""]
+
+
+def test_a_stop_text_may_begin_with_a_character_that_spans_tokens():
+    text, given, taken = stream(decode_bytes, "no 🙂! yes".encode(), ["🙂!"])
+    assert (text.text, taken, "".join(given)) == ("no ", 8, "no ")
+
+
+def test_tokens_without_text_change_nothing_about_what_follows():
+    # A decoder that strips the space that a text begins with, and special tokens that have no text.
+    words = ["▁one", "▁two", "", "▁three"]
+
+    def decode(token_ids):
+        return "".join(words[token] for token in token_ids).replace("▁", " ").removeprefix(" ")
+
+    for token_ids in ([0, 2, 2, 1, 2, 3], [2, 0, 2, 3], [2, 2, 2, 1, 0]):
+        text, given, _ = stream(decode, token_ids)
+        assert text.text == "".join(given) == decode(token_ids)
+
+
+def test_nothing_is_taken_in_behind_a_stop_text():
+    text = TextStream(decode_bytes, ["b"])
+    assert [text.push(token) for token in b"abcb"] == ["a", "", "", ""]
+    assert (text.finish(), text.text, text.stopped_by) == ("", "a", "b")
+
+
+def test_only_the_last_few_tokens_are_decoded_again():
+    lengths = []
+
+    def decode(token_ids):
+        lengths.append(len(token_ids))
+        return decode_bytes(token_ids)
+
+    stream(decode, b"abc" * 200)
+    assert max(lengths) == 2
+
+
+# Bytes that begin, go on with and end characters of each length, and stop texts that overlap themselves.
+TOKENS = st.lists(
+    st.sampled_from(["a", "b", "ab", "ba", "€", "🙂", "é", "\n"]).map(str.encode)
+    | st.sampled_from(
+        [b"\xe2", b"\x82", b"\xac", b"\xf0\x9f", b"\x99\x82", b"a\xe2", b"\xacb", b"\xff", b""]
+    ),
+    max_size=14,
+)
+STOPS = st.lists(st.text("ab€🙂\n", min_size=1, max_size=4), max_size=3)
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(TOKENS, STOPS, st.integers(0, 6))
+def test_a_stream_equals_decoding_everything_again_after_each_token(pieces, stop, min_tokens):
+    decode, token_ids = decode_pieces(pieces), range(len(pieces))
+    text, given, taken = stream(decode, token_ids, stop, min_tokens)
+    assert (text.text, taken, text.stopped_by) == naive(decode, token_ids, stop, min_tokens)
+    assert "".join(given) == text.text
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.text(max_size=20), st.data())
+def test_any_text_cut_anywhere_into_tokens_comes_back(text, data):
+    whole = text.encode(errors="replace")
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(whole)))))
+    pieces = [
+        whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True) if end > start
+    ]
+    result, given, _ = stream(decode_pieces(pieces), range(len(pieces)))
+    assert result.text == "".join(given) == whole.decode()
+
+
+@pytest.mark.weights
+def test_the_stream_of_a_real_tokenizer_is_its_decoded_text():
+    from cbresearch import models
+
+    try:
+        loaded = models.load("smollm2-135m")
+    except ValueError as error:
+        pytest.skip(str(error))
+    texts = [
+        "Hello, world! It's 3 o'clock ; isn't it ?",
+        "Grüße aus 東京 🙂👩‍👩‍👧 \n\n\t- a list\n",
+        "def f(x):\n    return x ** 2  # naïve",
+    ]
+    rng = np.random.default_rng(0)
+    outputs = [list(loaded.encode(text)) for text in texts]
+    outputs += [rng.integers(loaded.shape.vocab_size, size=60).tolist() for _ in range(20)]
+    for token_ids in outputs:
+        whole = loaded.decode(token_ids)
+        text, given, _ = stream(loaded.decode, token_ids)
+        assert text.text == "".join(given) == whole
+        stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
+        if UNFINISHED in stop:
+            continue
+        text, given, taken = stream(loaded.decode, token_ids, [stop])
+        assert text.text == "".join(given) == whole[: whole.index(stop)]
+        assert stop in loaded.decode(token_ids[:taken])
+        assert stop not in loaded.decode(token_ids[: taken - 1]).rstrip(UNFINISHED)
