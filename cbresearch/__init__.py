@@ -12,6 +12,8 @@ _EXPORTS = {
     "SchedulerConfig": "config",
     "compare": "experiments",
     "compare_simulated": "experiments",
+    "capacity": "experiments",
+    "sweep": "experiments",
     "Engine": "engine",
     "ModelExecutor": "engine",
     "Policy": "policies",

@@ -284,6 +284,7 @@ class RequestState:
         num_cached_tokens: Prompt tokens whose KV was found in the prefix cache before it was ever computed.
         num_recomputed_tokens: Tokens computed again because a preemption threw their KV away.
         num_forgotten_tokens: Tokens whose KV was given back since they fell out of the sliding window.
+        num_carried_tokens: Tokens whose KV comes along from another scheduler when it first joins.
         scheduled_step: Index of the last step that served it, or -1.
         finish_reason: "stop", "length", "abort" or "error" once finished.
         logprobs: Those of each output token, if they were asked for.
@@ -296,6 +297,7 @@ class RequestState:
         "first_scheduled",
         "logprobs",
         "num_cached_tokens",
+        "num_carried_tokens",
         "num_computed_tokens",
         "num_covered_tokens",
         "num_forgotten_tokens",
@@ -324,6 +326,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.num_recomputed_tokens = 0
         self.num_forgotten_tokens = 0
+        self.num_carried_tokens = 0
         self.num_preemptions = 0
         self.output_token_ids: list[int] = []
         self.token_times: list[float] = []
@@ -332,6 +335,17 @@ class RequestState:
         self.finish_reason: str | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.error: str | None = None
+
+    def take_over(self, begun: "RequestState") -> None:
+        """Go on where another scheduler stopped, with the KV that it computed."""
+        self.num_tokens = begun.num_tokens
+        self.num_covered_tokens = self.num_carried_tokens = begun.num_computed_tokens
+        self.num_cached_tokens = begun.num_cached_tokens
+        self.num_recomputed_tokens = begun.num_recomputed_tokens
+        self.num_preemptions = begun.num_preemptions
+        self.output_token_ids = list(begun.output_token_ids)
+        self.token_times = list(begun.token_times)
+        self.first_scheduled = begun.first_scheduled
 
     @property
     def id(self) -> str:

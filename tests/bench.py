@@ -1,159 +1,22 @@
 """Benchmarks, printed as ratios measured in one run: `make bench`.
 
-The engine against two ways that transformers itself offers, on the same requests; the engine's time
-against the time inside the model; the scheduler's time. Absolute figures move from run to run on a shared
-machine; contestants are interleaved and medians compared.
+The engine against others on the same requests, and its time against the time inside the model
+(`bench_engines`); the scheduler's and the block manager's time.
 """
 
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
 
-import numpy as np
-import torch
-from tqdm.auto import tqdm
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from bench_engines import compare_throughput, compare_to_forward
 
-from cbresearch import models, policies
+from cbresearch import policies
 from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
-from cbresearch.engine import ModelExecutor
-from cbresearch.models import LoadedModel
-from cbresearch.request import Request, SamplingParams
+from cbresearch.request import Request
 from cbresearch.scheduler import Scheduler
-from cbresearch.serve import serve
 from cbresearch.simulator import CostExecutor
-from cbresearch.workloads import load, resolve_prompts
-
-Tokens = list[tuple[int, ...]]
-
-
-def engine(loaded: LoadedModel, requests: Sequence[Request], num_seqs: int) -> Tokens:
-    """Serve with our engine, first come first served."""
-    limits, cache = SchedulerConfig(num_seqs, 512), CacheConfig(2048)
-    trace = serve(
-        requests, Scheduler(policies.get("fcfs"), limits, cache), ModelExecutor(loaded, limits, cache)
-    )
-    return [record.tokens for record in trace.requests]
-
-
-def padded_generate(loaded: LoadedModel, requests: Sequence[Request], num_seqs: int) -> Tokens:
-    """Serve with `generate`, in left-padded batches that run until their longest request is done."""
-    outputs: Tokens = []
-    for first in range(0, len(requests), num_seqs):
-        batch = requests[first : first + num_seqs]
-        width = max(request.num_prompt_tokens for request in batch)
-        input_ids = torch.tensor(
-            [[0] * (width - len(request.prompt)) + list(request.prompt) for request in batch]
-        )
-        mask = torch.tensor(
-            [[0] * (width - len(request.prompt)) + [1] * len(request.prompt) for request in batch]
-        )
-        longest = max(request.max_tokens for request in batch)
-        config = GenerationConfig(max_new_tokens=longest, do_sample=False, pad_token_id=0)
-        rows = loaded.model.generate(input_ids, attention_mask=mask, generation_config=config)[
-            :, width:
-        ].tolist()
-        outputs += [tuple(row[: request.max_tokens]) for row, request in zip(rows, batch, strict=True)]
-    return outputs
-
-
-def generate_batch(loaded: LoadedModel, requests: Sequence[Request]) -> Tokens:
-    """Serve with transformers' own continuous batching, each request with its own length."""
-    settings = ContinuousBatchingConfig(
-        max_batch_tokens=512, num_blocks=1024, page_size=16, use_cuda_graph=False
-    )
-    config = GenerationConfig(max_new_tokens=512, do_sample=False, pad_token_id=0, eos_token_id=-1)
-    outputs: dict[str, tuple[int, ...]] = {}
-    with loaded.model.continuous_batching_context_manager(
-        generation_config=config, continuous_batching_config=settings, block=True, timeout=5
-    ) as manager:
-        for request in requests:
-            manager.add_request(
-                list(request.prompt),
-                request_id=request.id,
-                max_new_tokens=request.max_tokens,
-                eos_token_id=-1,
-            )
-        while len(outputs) < len(requests):
-            result = manager.get_result(timeout=1)
-            if result is not None and result.is_finished():
-                outputs[result.request_id] = tuple(result.generated_tokens)
-            elif result is None and not manager.is_running():
-                raise RuntimeError("generate_batch ended early")
-    return [outputs[request.id] for request in requests]
-
-
-def compare_throughput(num_requests: int, num_rounds: int) -> None:
-    """Print each contestant's throughput, and the engine's as a ratio to the others."""
-    loaded = models.load("tiny")
-    loaded.model.generation_config.eos_token_id = None
-    rng = np.random.default_rng(0)
-    requests = [
-        replace(request, sampling=SamplingParams(ignore_eos=True))
-        for request in resolve_prompts(load("lognormal128", rng), None, loaded.shape.vocab_size, rng)
-    ][:num_requests]
-    num_tokens = sum(request.max_tokens for request in requests)
-    contestants: dict[str, Callable[[], Tokens]] = {
-        "generate, batches of 8": lambda: padded_generate(loaded, requests, 8),
-        "generate_batch": lambda: generate_batch(loaded, requests),
-        "engine, 8 slots": lambda: engine(loaded, requests, 8),
-        "engine, 64 slots": lambda: engine(loaded, requests, 64),
-    }
-    outputs: dict[str, Tokens] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    engine(loaded, requests[:8], 8)
-    with tqdm(total=num_rounds * len(contestants), desc="throughput") as bar:
-        for _ in range(num_rounds):
-            for name, serve_all in contestants.items():
-                began = time.perf_counter()
-                outputs[name] = serve_all()
-                seconds[name].append(time.perf_counter() - began)
-                bar.update()
-    mean_prompt = np.mean([request.num_prompt_tokens for request in requests])
-    print(
-        f"{len(requests)} requests, {num_tokens} output tokens, prompts of mean {mean_prompt:.1f}; "
-        f"{torch.get_num_threads()} threads; median of {num_rounds} interleaved rounds (least to most)"
-    )
-    medians = {name: num_tokens / statistics.median(times) for name, times in seconds.items()}
-    for name, times in seconds.items():
-        low, high = num_tokens / max(times), num_tokens / min(times)
-        same = sum(a == b for a, b in zip(outputs[name], outputs["engine, 8 slots"], strict=True))
-        print(
-            f"  {name:24} {medians[name]:8.0f} tokens/s ({low:.0f} to {high:.0f}); "
-            f"{same} of {len(requests)} outputs equal the engine's"
-        )
-    for slots in (8, 64):
-        ours = f"engine, {slots} slots"
-        for name in ("generate, batches of 8", "generate_batch"):
-            print(f"  {ours} / {name}: {medians[ours] / medians[name]:.2f}x")
-
-
-def compare_to_forward(num_requests: int) -> None:
-    """Print the engine's total time over the time inside the model's forward, in the same steps."""
-    loaded = models.load("tiny")
-    rng = np.random.default_rng(0)
-    requests = resolve_prompts(load("lognormal128", rng), None, loaded.shape.vocab_size, rng)[:num_requests]
-    for slots in (8, 64):
-        inside: list[float] = []
-        before = loaded.model.register_forward_pre_hook(
-            lambda *_, inside=inside: inside.append(-time.perf_counter())
-        )
-        after = loaded.model.register_forward_hook(
-            lambda *_, inside=inside: inside.append(inside.pop() + time.perf_counter())
-        )
-        began = time.perf_counter()
-        engine(loaded, requests, slots)
-        total = time.perf_counter() - began
-        before.remove()
-        after.remove()
-        print(
-            f"engine at {slots} slots: {total:.2f} s in all, {sum(inside):.2f} s inside the model's forward "
-            f"({len(inside)} steps): {total / sum(inside):.3f}x"
-        )
 
 
 def time_scheduler(num_running: int, num_steps: int = 400) -> None:
@@ -239,8 +102,9 @@ def main() -> None:
     compare_pool_sizes()
     for num_running in (64, 256, 1024):
         time_scheduler(num_running)
-    compare_to_forward(options.requests)
-    compare_throughput(options.requests, options.rounds)
+    compare_to_forward(options.requests, options.rounds)
+    compare_throughput("tiny", (8, 64), options.requests, options.rounds)
+    compare_throughput("smollm2-135m", (8,), None, options.rounds)
 
 
 if __name__ == "__main__":

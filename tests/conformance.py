@@ -1,6 +1,6 @@
 """Hold the `vllm_v1` policy against recorded decisions of that scheduler, step by step.
 
-    python -m tests.conformance FILE
+    python tests/conformance.py FILE
 
 prints how many cases, steps and differences there are, and exits with 1 if any step differs. A line of the
 file is one case: its limits, its requests by the step of their arrival, and what was decided at each step.
@@ -121,5 +121,5 @@ def main(path: str, policy: str = "vllm_v1") -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) not in (2, 3):
-        sys.exit("give a file of recorded decisions: python -m tests.conformance FILE [POLICY]")
+        sys.exit("give a file of recorded decisions: python tests/conformance.py FILE [POLICY]")
     sys.exit(main(*sys.argv[1:]))

@@ -38,6 +38,18 @@ FLOOR_PLAN: dict[str, set[str]] = {
     "workloads": {"request", "numpy", "pandas", "pooch"},
     "costs": {"config", "formulas", "trace", "plan", "numpy", "pandas", "scipy"},
     "simulator": {"request", "config", "policies", "plan", "scheduler", "trace", "serve", "costs", "numpy"},
+    "cluster": {
+        "request",
+        "config",
+        "policies",
+        "plan",
+        "scheduler",
+        "trace",
+        "serve",
+        "costs",
+        "simulator",
+        "numpy",
+    },
     "kernels.reference": {"torch"},
     "kernels.layout": {"torch", "numpy"},
     "kernels.float8": {"torch", "triton"},
@@ -69,7 +81,7 @@ FLOOR_PLAN: dict[str, set[str]] = {
         "numpy",
         "tqdm",
     },
-    "experiments": {ABOVE, "numpy", "pandas", "tqdm"},
+    "experiments": {ABOVE, "numpy", "pandas", "tqdm", "joblib", "cloudpickle"},
     "viz": {"trace", "metrics", "matplotlib", "seaborn", "jinja2", "numpy", "pandas"},
     "__main__": {ABOVE, "tqdm"},
 }
@@ -85,7 +97,7 @@ HEAVY = {
 HEAVY_ROWS = {row for row, may_import in FLOOR_PLAN.items() if may_import & set(HEAVY)}
 
 # Imported by the function that needs it, and by nothing before.
-LAZY = {"pandas", "pooch"}
+LAZY = {"cloudpickle", "joblib", "pandas", "pooch", "scipy"}
 
 # A simulation from nothing, as a user would type it.
 SIMULATION = """
@@ -283,6 +295,7 @@ def test_mypy_reads_every_light_module_up_to_the_simulator():
         ("workloads.public", "import pooch", "imports pooch at once"),
         ("trace", "def f():\n    import pooch", "may not import pooch"),
         ("experiments", "from cbresearch.engine import Engine", "imports cbresearch.engine.Engine at once"),
+        ("experiments", "import joblib", "imports joblib at once"),
         ("experiments", "def f():\n    from cbresearch import viz", "may not import viz"),
         ("experiments", "def f():\n    import torch", "may not import torch"),
         (

@@ -1,34 +1,40 @@
 """Which code computes the attention: PyTorch, or the Triton kernels."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from cbresearch.config import ModelShape
+from cbresearch.kernels import native
 
 if TYPE_CHECKING:
     from cbresearch.attention.layout import PagedStep
     from cbresearch.kernels.layout import Layout
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "triton", "native")
 
 
-def choose_backend(asked: str | None, shape: ModelShape, device: torch.device) -> str:
-    """Return "torch" or "triton": the one place that decides.
+def choose_backend(
+    asked: str | None, shape: ModelShape, device: torch.device, dtype: torch.dtype = torch.float32
+) -> str:
+    """Return "torch", "triton" or "native": the one place that decides.
 
     Left to itself, a GPU takes the kernels and a CPU takes PyTorch, where Triton has only its interpreter
     (`TRITON_INTERPRET=1`, set before Triton is imported). The kernels take neither latents nor values of
-    another size than keys.
+    another size than keys. "native" is C++ for float32 on a CPU, taken only where it is asked for, since it
+    needs a compiler.
 
     Args:
         asked: What the user wants, or None.
         shape: The model's heads.
         device: Where it runs.
+        dtype: Element type of the cache.
 
     Raises:
-        ValueError: The backend is unknown, or the kernels were asked for and cannot serve the model.
+        ValueError: The backend is unknown, or was asked for and cannot serve the model, or there is no C++
+            compiler.
     """
     if asked is not None and asked not in BACKENDS:
         raise ValueError(f"attention backend {asked!r} is unknown; choose one of {BACKENDS}")
@@ -38,7 +44,59 @@ def choose_backend(asked: str | None, shape: ModelShape, device: torch.device) -
             "the Triton kernels take neither latents nor values of another size than keys; use the backend "
             "'torch' for this model"
         )
+    if asked == "native":
+        if device.type != "cpu" or dtype != torch.float32 or shape.latent_dim is not None:
+            raise ValueError(
+                "the backend 'native' and compiled models are for float32 on a CPU, not for latents; this "
+                f"model is {dtype} on {device.type}{'' if shape.latent_dim is None else ', with latents'}"
+            )
+        native.library()
     return asked or ("triton" if device.type == "cuda" and is_plain else "torch")
+
+
+class NativeStep(NamedTuple):
+    """What the C++ kernel needs to know of a step; nothing but tensors and constants, so that it compiles.
+
+    Attributes:
+        kv: The pool of each layer.
+        packed: int64, in one row: the number of sequences; the columns of the block tables; each sequence's
+            first token, tokens, start, and whether they are written; the block tables, row by row.
+        block_size: Tokens of a block.
+        windows: Tokens that each layer attends to at most, None for the whole context.
+    """
+
+    kv: tuple[Tensor, ...]
+    packed: Tensor
+    block_size: int
+    windows: tuple[int | None, ...]
+
+
+def attend_natively(
+    step: NativeStep,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    scale: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Write a layer's keys and values into the pool and attend, in C++; as `attend_with_kernels`."""
+    attended: Tensor = torch.ops.cbresearch.native_attention(
+        query,
+        key,
+        value,
+        step.kv[layer],
+        step.packed,
+        sinks,
+        step.block_size,
+        window or 0,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        softcap or 0.0,
+    )
+    return attended
 
 
 def attend_with_kernels(

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from cbresearch.attention.backend import attend_with_kernels
+from cbresearch.attention.backend import NativeStep, attend_natively, attend_with_kernels
 from cbresearch.attention.layout import PagedStep
 
 ATTENTION_NAME = "cbresearch_paged"
@@ -62,7 +62,7 @@ def paged_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    paged: PagedStep | None = None,
+    paged: PagedStep | NativeStep | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -101,8 +101,16 @@ def paged_attention(
         raise ValueError(
             f"the attention {ATTENTION_NAME!r} runs only inside a ModelExecutor; restore the model's own"
         )
-    cache = paged.cache
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if not isinstance(paged, NativeStep) and paged.cache.backend == "native":
+        paged = paged.native
+    if isinstance(paged, NativeStep):
+        window = sliding_window if sliding_window is not None else paged.windows[layer]
+        attended = attend_natively(
+            paged, layer, query, key, value, scale=scaling, window=window, softcap=softcap, sinks=s_aux
+        )
+        return attended, None
+    cache = paged.cache
     window = sliding_window if sliding_window is not None else cache.windows[layer]
     if cache.backend == "triton":
         attended = attend_with_kernels(

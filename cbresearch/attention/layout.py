@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbresearch.attention.backend import KernelInputs
+from cbresearch.attention.backend import KernelInputs, NativeStep
 from cbresearch.attention.pool import PagedCache
 
 # A group of sequences costs this much more than its tokens, in elements of K gathered: the calls it takes.
@@ -73,6 +73,7 @@ class PagedStep:
         max_context: Tokens of the longest context.
         stored: int64: which of the step's tokens are written, in the order of `stored_slots`; None for all.
         stored_slots: int64: their slots.
+        is_stored: bool `[num_seqs]`: whose tokens are written; None for all.
     """
 
     cache: PagedCache
@@ -84,6 +85,7 @@ class PagedStep:
     max_context: int
     stored: Tensor | None
     stored_slots: Tensor
+    is_stored: np.ndarray | None = None
     _layouts: dict[int | None, Layout] = field(default_factory=dict)
 
     @classmethod
@@ -121,7 +123,16 @@ class PagedStep:
             stored_slots = slot_mapping[stored]
         longest = int(contexts.max())
         return cls(
-            cache, block_tables, starts, num_tokens, positions, slot_mapping, longest, stored, stored_slots
+            cache,
+            block_tables,
+            starts,
+            num_tokens,
+            positions,
+            slot_mapping,
+            longest,
+            stored,
+            stored_slots,
+            is_stored,
         )
 
     def store(self, layer: int, tokens: Tensor) -> None:
@@ -148,6 +159,21 @@ class PagedStep:
         """The step as the Triton kernels take it."""
         contexts = self.starts + self.num_tokens
         return KernelInputs(self.block_tables, contexts, self.num_tokens, self.slot_mapping, self.stored)
+
+    @cached_property
+    def native(self) -> NativeStep:
+        """The step as the C++ kernel takes it."""
+        num_seqs, width = self.block_tables.shape
+        sequences = np.ones((num_seqs, 4), dtype=np.int64)
+        sequences[:, 0] = np.cumsum(self.num_tokens) - self.num_tokens
+        sequences[:, 1] = self.num_tokens
+        sequences[:, 2] = self.starts
+        if self.is_stored is not None:
+            sequences[:, 3] = self.is_stored
+        packed = np.concatenate(((num_seqs, width), sequences.ravel(), self.block_tables.ravel()))
+        return NativeStep(
+            tuple(self.cache.kv), torch.from_numpy(packed), self.cache.config.block_size, self.cache.windows
+        )
 
     @cached_property
     def context_slots(self) -> Tensor:

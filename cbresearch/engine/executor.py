@@ -1,14 +1,14 @@
 """Carry out plans on a transformers model, and measure how long they take."""
 
-import inspect
 import time
 from collections.abc import Callable
 
 import numpy as np
 import torch
 
-from cbresearch.attention import LatentCache, PagedCache, PagedStep, batch_order, choose_backend, paged_model
+from cbresearch.attention import PagedCache, PagedStep, batch_order, choose_backend
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
+from cbresearch.engine.forward import CompiledForward, EagerForward, Forward, GraphForward
 from cbresearch.engine.sampler import Choice, Row, Sampler
 from cbresearch.engine.text import TextStream
 from cbresearch.engine.timing import DeviceTimer
@@ -30,7 +30,10 @@ class ModelExecutor:
         loaded: The model.
         scheduler: The limits that the plans obey.
         cache: The KV pool to allocate.
-        backend: What computes the attention: "torch", "triton", or None for what suits the device.
+        backend: What computes the attention: "torch", "triton", "native" (C++), or None for what suits.
+        compile: Compile the model, for float32 on a CPU; see `CompiledForward`. The first forward then takes
+            long, so that `warm_up` is best called first.
+        graphs: Capture decode steps as CUDA graphs; see `GraphForward`.
         seed: For what is drawn for requests that have no seed of their own; their ids make them differ.
         clock: Seconds, for the durations.
         fill: Value to fill the KV pools with, for tests; by default they are left uninitialised.
@@ -46,6 +49,8 @@ class ModelExecutor:
         cache: CacheConfig,
         *,
         backend: str | None = None,
+        compile: bool = False,
+        graphs: bool = False,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
         fill: float | None = None,
@@ -57,14 +62,17 @@ class ModelExecutor:
             loaded.shape,
             cache,
             windows=layer_windows(model.config, loaded.shape.num_layers),
-            backend=choose_backend(backend, loaded.shape, model.device),
+            backend=choose_backend("native" if compile else backend, loaded.shape, model.device, model.dtype),
             dtype=model.dtype,
             device=model.device,
             fill=fill,
         )
-        # transformers 5.24 renamed the argument.
-        takes_cache = "cache" in inspect.signature(model.forward).parameters
-        self._cache_argument = "cache" if takes_cache else "past_key_values"
+        self._run_model: Forward
+        if graphs:
+            longest = min(cache.num_tokens, loaded.shape.max_model_len or cache.num_tokens)
+            self._run_model = GraphForward(model, self.cache, scheduler.max_num_seqs, longest)
+        else:
+            self._run_model = (CompiledForward if compile else EagerForward)(model, self.cache)
         self._clock = clock
         self._block_size = cache.block_size
         self._token_ids = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
@@ -207,22 +215,9 @@ class ModelExecutor:
     @torch.inference_mode()
     def _forward(self, step: PagedStep, token_ids: np.ndarray, keep: np.ndarray) -> torch.Tensor:
         """Return the logits behind each kept place of the batch, `[num_kept, vocab_size]`."""
-        model = self.loaded.model
-        device = model.device
         # A step of unfinished prompts samples nothing; it still runs, on one place's logits.
         places = keep if len(keep) else np.array([len(token_ids) - 1])
-        # Other models hand the attention function what there is to cache.
-        latents = {} if self.cache.latent_dim is None else {self._cache_argument: LatentCache(step)}
-        with paged_model(model):
-            logits: torch.Tensor = model(
-                input_ids=torch.from_numpy(token_ids)[None].to(device),
-                position_ids=torch.from_numpy(step.positions)[None].to(device),
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(places).to(device),
-                paged=step,
-                **latents,
-            ).logits[0, : len(keep)]
-        return logits
+        return self._run_model(token_ids, step, places)[: len(keep)]
 
     def _seat(self, request: Request, seat: int, output_token_ids: tuple[int, ...]) -> None:
         prompt = request.prompt
@@ -243,7 +238,7 @@ class ModelExecutor:
 
     def _append_blocks(self, seat: int, block_ids: tuple[int, ...]) -> None:
         held = self._num_blocks[seat]
-        # A contiguous reservation has more blocks than its request can come to fill.
+        # A reservation can be longer than its request.
         self._block_tables = _widened(self._block_tables, held + len(block_ids))
         self._block_tables[seat, held : held + len(block_ids)] = block_ids
         self._num_blocks[seat] = held + len(block_ids)

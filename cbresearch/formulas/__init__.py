@@ -1,9 +1,9 @@
 """Closed forms for what static and continuous batching should give; `metrics` measures the same quantities.
 
 `batching` counts steps, slots and seconds, `memory` bytes, `preemption` what making room costs, `roofline`
-arithmetic, `sharing` what prompts have in common. Forms without a paper are derived where they stand. Every
-function raises ValueError, naming the argument and its value, if the value is out of range or the sample is
-empty.
+arithmetic, `rounding` its errors and the tokens that they flip, `sharing` what prompts have in common. Forms
+without a paper are derived where they stand. Every function raises ValueError, naming the argument and its
+value, if the value is out of range or the sample is empty.
 """
 
 from cbresearch.formulas.batching import (
@@ -55,6 +55,14 @@ from cbresearch.formulas.roofline import (
     linear_intensity,
     ridge_tokens,
 )
+from cbresearch.formulas.rounding import (
+    greedy_flip_probability,
+    gumbel_flip_probability,
+    inverse_cdf_flip_probability,
+    rounding_error,
+    summation_error,
+    top_gap_density,
+)
 from cbresearch.formulas.sharing import (
     popularity_hits,
     prefix_hit_rate,
@@ -82,6 +90,9 @@ __all__ = [
     "flops_per_token",
     "fragmentation",
     "graham_bounds",
+    "greedy_flip_probability",
+    "gumbel_flip_probability",
+    "inverse_cdf_flip_probability",
     "kv_bytes_per_request",
     "kv_bytes_per_token",
     "linear_intensity",
@@ -99,6 +110,7 @@ __all__ = [
     "recompute_seconds",
     "reuse_depths",
     "ridge_tokens",
+    "rounding_error",
     "sample_blocks",
     "sample_copies",
     "sample_prefill_tokens",
@@ -108,10 +120,12 @@ __all__ = [
     "static_seconds",
     "static_steps",
     "static_utilization",
+    "summation_error",
     "swap_crossover_block_size",
     "swap_crossover_tokens",
     "swap_seconds",
     "throughput_decode",
     "time_mean_held_tokens",
+    "top_gap_density",
     "weight_bytes",
 ]

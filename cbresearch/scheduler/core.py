@@ -82,16 +82,22 @@ class Scheduler:
         """Return the requests whose KV lies in the host's pool, the earliest admitted first."""
         return self._swapped.values()
 
-    def submit(self, request: Request) -> RequestState:
+    def submit(self, request: Request, begun: RequestState | None = None) -> RequestState:
         """Queue a request.
+
+        Args:
+            request: The request.
+            begun: How far another scheduler came with it, if its KV comes along.
 
         Raises:
             ValueError: Its id is taken, or it can never be served within the limits; nothing has changed.
         """
         if request.id in self._states:
-            raise ValueError(f"request {request.id!r}: the id is taken; give each request an id of its own")
+            raise ValueError(f"request {request.id!r}: the id is taken; give each an id of its own")
         check_request(request, self.config, self.blocks)
         state = RequestState(request, self.num_submitted)
+        if begun is not None:
+            state.take_over(begun)
         self.num_submitted += 1
         self._states[request.id] = state
         self._waiting[request.id] = state

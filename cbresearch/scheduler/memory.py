@@ -31,6 +31,12 @@ class Memory:
             sibling: A parallel sample that has its prompt computed and still holds it, or None.
         """
         blocks, size = self.blocks, self.blocks.config.block_size
+        if state.num_carried_tokens:
+            if not blocks.can_allocate(state.id, state.num_tokens):
+                return False
+            state.num_computed_tokens, state.num_carried_tokens = state.num_carried_tokens, 0
+            self.num_referred_tokens += num_kept_tokens(state)
+            return True
         matched = blocks.match(state.token_ids, extra_of(state.request))
         num_cached = len(matched) * size
         # Its last prompt token is computed again, since the answer begins with that one's logits.

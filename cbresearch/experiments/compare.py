@@ -1,20 +1,17 @@
-"""Run experiments: the same requests under several policies, with an environment stamp and tidy results."""
+"""The same requests under several policies, with an environment stamp and tidy results."""
 
 import os
-import platform
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from tqdm.auto import tqdm
 
 from cbresearch import formulas, metrics
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
+from cbresearch.experiments.environment import environment, progress_bar
 from cbresearch.plan import Plan
 from cbresearch.policies import Policy, get
 from cbresearch.request import Refusal, Request, expand
@@ -26,6 +23,7 @@ from cbresearch.workloads import load, resolve_prompts
 
 if TYPE_CHECKING:
     import pandas as pd
+    from tqdm.auto import tqdm
 
     from cbresearch.models import LoadedModel
 
@@ -289,23 +287,6 @@ def predictions(traces: Mapping[str, Trace]) -> list[Prediction]:
     ]
 
 
-def environment(**facts: object) -> dict[str, str]:
-    """Return what a result depends on beside its inputs: versions, platform, cores, and the given facts."""
-    packages = {}
-    for name in ("cbresearch", "torch", "triton", "transformers", "numpy"):
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = "not installed"
-    return {
-        **{name: str(value) for name, value in facts.items()},
-        "python": platform.python_version(),
-        "platform": f"{platform.system()} {platform.machine()}",
-        "cores": str(os.cpu_count()),
-        **packages,
-    }
-
-
 def _run(
     requests: Sequence[Request | Refusal],
     policies: Sequence[Policy],
@@ -314,13 +295,9 @@ def _run(
     executor: Callable[[], Executor],
 ) -> dict[str, Trace]:
     num_requests = sum(isinstance(request, Request) for request in requests)
-    # Asked for by hand, since tqdm's notebook bar does not read its own variable.
-    quiet = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
     traces = {}
     for policy in policies:
-        with tqdm(
-            total=num_requests, desc=policy.name, unit="request", file=sys.stderr, disable=quiet
-        ) as bar:
+        with progress_bar(num_requests, policy.name, "request") as bar:
 
             def advance(record: StepRecord, bar: "tqdm[Any]" = bar) -> None:
                 bar.update(len(record.finished))

@@ -1,0 +1,184 @@
+"""Run a step's tokens through the model: as it is, as captured graphs, or compiled."""
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cbresearch.attention import (
+    ATTENTION_NAME,
+    LatentCache,
+    NativeStep,
+    PagedCache,
+    PagedStep,
+    StaticStep,
+    pack_linear_layers,
+    paged_model,
+)
+
+# Token ids, the step, and the places whose logits are wanted, to logits `[num places, vocab]`.
+Forward = Callable[[np.ndarray, PagedStep, np.ndarray], Tensor]
+
+
+class EagerForward:
+    """Call the model as transformers wrote it."""
+
+    def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
+        self._model = model
+        self._has_latents = cache.latent_dim is not None
+        # transformers 5.24 renamed the argument.
+        takes_cache = "cache" in inspect.signature(model.forward).parameters
+        self._cache_argument = "cache" if takes_cache else "past_key_values"
+
+    @torch.inference_mode()
+    def __call__(self, token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> Tensor:
+        """Return the logits `[num places, vocab]` behind some places of a step."""
+        device = self._model.device
+        # Such models hand over what there is to cache before they attend.
+        latents = {self._cache_argument: LatentCache(step)} if self._has_latents else {}
+        with paged_model(self._model):
+            return self._model(
+                input_ids=torch.from_numpy(token_ids)[None].to(device),
+                position_ids=torch.from_numpy(step.positions)[None].to(device),
+                use_cache=False,
+                logits_to_keep=torch.from_numpy(places).to(device),
+                paged=step,
+                **latents,
+            ).logits[0]
+
+
+class GraphForward:
+    """Replay decode steps as CUDA graphs, captured once for each of a few batch sizes.
+
+    A step is padded to the next size. Steps with prompt tokens, and larger ones, run as they are. On a CPU,
+    where there is nothing to capture, a replay runs the same function on the same tensors again.
+
+    Args:
+        model: The model.
+        cache: The pool; its attention runs in Triton.
+        max_num_seqs: The largest batch.
+        max_context: Tokens of the longest context that may come.
+        num_splits: Pieces that each context is cut into; by default as many as fill the device.
+
+    Raises:
+        ValueError: The attention does not run in Triton.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        cache: PagedCache,
+        max_num_seqs: int,
+        max_context: int,
+        num_splits: int | None = None,
+    ) -> None:
+        if cache.backend != "triton":
+            raise ValueError(
+                f"graphs replay Triton's kernels, and the attention backend is {cache.backend!r}; leave "
+                "graphs out, or take the backend 'triton'"
+            )
+        self._model = model
+        self._eager = EagerForward(model, cache)
+        sizes = sorted({*(2**n for n in range(max_num_seqs.bit_length())), max_num_seqs})
+        self._pool: Any = None
+        self._graphs: dict[int, tuple[StaticStep, Callable[[], Tensor]]] = {}
+        # The largest first, so that the others fit into its memory.
+        for size in reversed(sizes):
+            step = StaticStep(cache, size, max_context, num_splits)
+            self._graphs[size] = step, self._capture(step)
+
+    @torch.inference_mode()
+    def __call__(self, token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> Tensor:
+        """Return the logits `[num places, vocab]` behind some places of a step."""
+        num = len(token_ids)
+        sizes = [size for size in self._graphs if size >= num]
+        if num > len(step.starts) or not sizes:
+            return self._eager(token_ids, step, places)
+        static, replay = self._graphs[min(sizes)]
+        static.fill(token_ids, step)
+        logits = replay()
+        return logits[torch.from_numpy(places).to(logits.device)]
+
+    def _run(self, step: StaticStep) -> Tensor:
+        with paged_model(self._model):
+            logits: Tensor = self._model(
+                input_ids=step.token_ids, position_ids=step.positions, use_cache=False, paged=step
+            ).logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def _capture(self, step: StaticStep) -> Callable[[], Tensor]:
+        if step.token_ids.device.type != "cuda":
+            return lambda: self._run(step)
+        # What is compiled or allocated at a first call must not fall into the graph.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(2):
+                self._run(step)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            logits = self._run(step)
+        self._pool = graph.pool()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return logits
+
+        return replay
+
+
+class CompiledForward:
+    """Compile the model into one graph, for float32 on a CPU.
+
+    One compilation serves every number of tokens: half a minute or so for a small model, and again in each
+    process, though a later one finds parts of it in PyTorch's cache. The graph is made of a copy of the
+    model's modules, with linear layers and attention in C++. The copy shares all weights but those of linear
+    layers, which it holds rearranged: that much more memory, and a later change to them is not seen.
+    """
+
+    def __init__(self, model: PreTrainedModel, _: PagedCache) -> None:
+        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+        self._model = copy.deepcopy(model, memo=shared)
+        self._model.config._attn_implementation = ATTENTION_NAME
+        pack_linear_layers(self._model)
+        self._compiled = torch.compile(
+            self._run,
+            fullgraph=True,
+            dynamic=False,
+            options={"guard_filter_fn": _keep_guards, "size_asserts": False},
+        )
+
+    def _run(self, token_ids: Tensor, positions: Tensor, places: Tensor, step: NativeStep) -> Tensor:
+        outputs = self._model(
+            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=places, paged=step
+        )
+        logits: Tensor = outputs.logits[0]
+        return logits
+
+    @torch.inference_mode()
+    def __call__(self, token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> Tensor:
+        """Return the logits `[num places, vocab]` behind some places of a step."""
+        positions, num = step.positions, len(places)
+        # A compiler takes a size of 1 for a constant, so such a step gets a token that belongs to nobody.
+        if len(token_ids) == 1:
+            token_ids, positions = token_ids.repeat(2), positions.repeat(2)
+        if num == 1:
+            places = places.repeat(2)
+        ids, at = torch.from_numpy(token_ids)[None], torch.from_numpy(positions)[None]
+        keep, packed_step = torch.from_numpy(places), step.native
+        for tensor, axis in ((ids, 1), (at, 1), (keep, 0), (packed_step.packed, 0)):
+            torch._dynamo.mark_dynamic(tensor, axis)
+        return self._compiled(ids, at, keep, packed_step)[:num]
+
+
+def _keep_guards(guards: Sequence[Any]) -> list[bool]:
+    """Keep those on what differs from step to step: nobody else has the modules, so they stay as they are."""
+    changing = ("L['token_ids']", "L['positions']", "L['places']", "L['step'].packed", "L['step'][1]")
+    return [guard.name.startswith(changing) for guard in guards]

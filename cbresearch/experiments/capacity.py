@@ -1,0 +1,180 @@
+"""The largest load under which a promise is still kept."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.costs import CostModel
+from cbresearch.experiments.environment import progress_bar
+from cbresearch.experiments.points import Point, checked_seeds, count_kept, run_all
+from cbresearch.metrics import Slo
+from cbresearch.policies import Policy, get
+from cbresearch.request import Refusal, Request
+from cbresearch.simulator import UNIT_STEP
+
+
+class TriedRate(NamedTuple):
+    """An arrival rate that was tried.
+
+    Attributes:
+        rate: Requests per second.
+        attainment: Share of the requests of all seeds that kept the SLO.
+        num_requests: How many there were.
+    """
+
+    rate: float
+    attainment: float
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The largest arrival rate that keeps an SLO.
+
+    Attributes:
+        rate: Requests per second; None where there is no such rate, or no end to them.
+        kept: The largest rate found that keeps it; None if none does.
+        lost: The smallest rate found that does not; None if none is lost.
+        tried: All that was tried, by rate.
+        slo: What was promised.
+        attainment: The share of requests that had to keep it.
+    """
+
+    rate: float | None
+    kept: TriedRate | None
+    lost: TriedRate | None
+    tried: tuple[TriedRate, ...]
+    slo: Slo
+    attainment: float
+
+    @property
+    def is_monotone(self) -> bool:
+        """Return whether attainment never rises with the rate; if it does, there may be other capacities."""
+        shares = [point.attainment for point in self.tried]
+        return all(later <= earlier for earlier, later in pairwise(shares))
+
+    def __str__(self) -> str:
+        demands = {field.name: getattr(self.slo, field.name) for field in fields(self.slo)}
+        promised = ", ".join(f"{name} ≤ {most:g} s" for name, most in demands.items() if most is not None)
+        share = f"{self.attainment:.4g} of the requests"
+        if self.kept is None:
+            lowest = self.tried[0]
+            return (
+                f"at no rate tried do {share} keep {promised}: at {lowest.rate:.4g} requests/s "
+                f"{lowest.attainment:.4g} do; start lower, unless a request alone takes too long"
+            )
+        if self.lost is None:
+            highest = self.tried[-1]
+            return (
+                f"at every rate tried {share} keep {promised}: at {highest.rate:.4g} requests/s "
+                f"{highest.attainment:.4g} do; draw more requests, so that queues can grow, or start higher"
+            )
+        return (
+            f"up to {self.kept.rate:.4g} requests/s, {share} keep {promised}: there "
+            f"{self.kept.attainment:.4g} do, at {self.lost.rate:.4g} requests/s {self.lost.attainment:.4g}"
+        )
+
+
+def capacity(
+    workload: Callable[[float, np.random.Generator], Iterable[Request | Refusal]],
+    policy: str | Policy = "fcfs",
+    *,
+    slo: Slo,
+    attainment: float = 0.9,
+    cost: CostModel = UNIT_STEP,
+    scheduler: SchedulerConfig | None = None,
+    cache: CacheConfig | None = None,
+    seeds: Iterable[int] = range(3),
+    start: float = 1.0,
+    tolerance: float = 0.02,
+    max_doublings: int = 20,
+    n_jobs: int | None = None,
+) -> Capacity:
+    """Search the largest arrival rate at which a share of the requests keeps an SLO.
+
+    From the start, the rate is doubled while the SLO is kept, or halved until it is; then the bracket is
+    bisected. Every rate has the same seeds, so that rates differ by chance as little as the workload allows.
+    All requests count, those of the start too, when queues are still short: draw many.
+
+    Source: DistServe, OSDI 2024, 2.2, where this is called goodput.
+
+    Args:
+        workload: Draws the requests of an arrival rate (requests per second) from a generator.
+        policy: A policy's name, options included, or a policy; each run has its own copy.
+        slo: What is promised to each request.
+        attainment: Share of the requests that has to keep it, above 0 and at most 1.
+        cost: The step time; one second a step by default.
+        scheduler: The limits of a step.
+        cache: The KV pool; by default one in which memory never runs out.
+        seeds: Each rate is run once with each.
+        start: The first rate tried, in requests per second.
+        tolerance: The search ends when the bracket's ends differ by this share of the lower one.
+        max_doublings: How often the start is doubled, or halved, at most.
+        n_jobs: Processes at once for the seeds of a rate, as for `sweep`.
+
+    Raises:
+        ValueError: A number is out of range, the policy is unknown, or nobody comes.
+        RuntimeError: A run failed; the error names the rate, the seed and the reason.
+    """
+    if not 0 < attainment <= 1:
+        raise ValueError(f"attainment is {attainment!r}; give a share above 0 and at most 1")
+    for name, value in (("start", start), ("tolerance", tolerance), ("max_doublings", max_doublings)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value!r}; it must be a positive number")
+    numbers = checked_seeds(seeds)
+    built = get(policy) if isinstance(policy, str) else policy
+    limits = scheduler or SchedulerConfig()
+    tried: dict[float, TriedRate] = {}
+
+    def keeps(rate: float) -> bool:
+        points = [
+            (place, Point(partial(workload, rate), built, limits, cache, cost, seed, slo))
+            for place, seed in enumerate(numbers)
+        ]
+        num_kept = num_requests = 0
+        for place, counts, error in run_all(count_kept, points, n_jobs):
+            if error is not None:
+                raise RuntimeError(f"at {rate:g} requests/s with seed {numbers[place]}: {error}")
+            num_kept += counts[0]
+            num_requests += counts[1]
+            bar.update()
+        if not num_requests:
+            raise ValueError(f"the workload draws nobody at {rate:g} requests/s; it must return requests")
+        tried[rate] = TriedRate(rate, num_kept / num_requests, num_requests)
+        bar.set_postfix(rate=f"{rate:g}", attainment=f"{tried[rate].attainment:.3f}", refresh=False)
+        return tried[rate].attainment >= attainment
+
+    with progress_bar(None, "capacity", "run") as bar:
+        low, high = _bracket(keeps, start, max_doublings)
+        while low is not None and high is not None and high > low * (1 + tolerance):
+            # The geometric mean halves the bracket in the measure by which it is judged.
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if keeps(middle) else (low, middle)
+    return Capacity(
+        rate=low if high is not None else None,
+        kept=None if low is None else tried[low],
+        lost=None if high is None else tried[high],
+        tried=tuple(tried[rate] for rate in sorted(tried)),
+        slo=slo,
+        attainment=attainment,
+    )
+
+
+def _bracket(
+    keeps: Callable[[float], bool], start: float, max_doublings: int
+) -> tuple[float | None, float | None]:
+    """Return a rate that keeps and one that does not, a factor of 2 apart; None for what is not there."""
+    rate = start
+    upwards = keeps(rate)
+    for _ in range(int(max_doublings)):
+        following = rate * 2 if upwards else rate / 2
+        if keeps(following) != upwards:
+            return (rate, following) if upwards else (following, rate)
+        rate = following
+    return (rate, None) if upwards else (None, rate)

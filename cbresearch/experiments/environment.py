@@ -1,0 +1,40 @@
+"""What experiments share: the stamp of what they ran on, and the progress bar."""
+
+import os
+import platform
+import sys
+from importlib import metadata
+from typing import Any
+
+from tqdm.auto import tqdm
+
+
+def environment(**facts: object) -> dict[str, str]:
+    """Return what a result depends on beside its inputs: versions, platform, cores, and the given facts."""
+    packages = {}
+    for name in ("cbresearch", "torch", "triton", "transformers", "numpy"):
+        try:
+            packages[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            packages[name] = "not installed"
+    return {
+        **{name: str(value) for name, value in facts.items()},
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "cores": str(os.cpu_count()),
+        **packages,
+    }
+
+
+def progress_bar(total: int | None, label: str, unit: str, initial: int = 0) -> "tqdm[Any]":
+    """Return a progress bar on the error stream; TQDM_DISABLE turns it off.
+
+    Args:
+        total: How much there is to do, or None if nobody knows.
+        label: What is done.
+        unit: What is counted.
+        initial: How much was done already.
+    """
+    # Asked for by hand, since tqdm's notebook bar does not read its own variable.
+    quiet = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
+    return tqdm(total=total, initial=initial, desc=label, unit=unit, file=sys.stderr, disable=quiet)

@@ -1,0 +1,211 @@
+"""The C++ attention and products, and models compiled with them, against loops, float64 and `generate`."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from conftest import generate_alone
+from test_attention import dense, random_chunks, serve_tokens, shape
+from torch._dynamo.utils import counters
+from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
+
+from cbresearch import models, policies
+from cbresearch.attention import PagedCache, choose_backend
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.engine import ModelExecutor
+from cbresearch.kernels import native
+from cbresearch.request import Request
+from cbresearch.scheduler import Scheduler
+from cbresearch.serve import serve
+
+NUM_BATCHES = 40
+
+
+def compiler_is_missing():
+    try:
+        native.find_compiler()
+    except ValueError:
+        return True
+    return False
+
+
+needs_compiler = pytest.mark.skipif(compiler_is_missing(), reason="no C++ compiler is found")
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["plain", "softcap", "sinks", "values of another size", "heads of 32"])
+def test_native_attention_equals_a_loop_over_queries_and_is_bit_equal_in_any_company(kind):
+    for seed in range(NUM_BATCHES):
+        rng = np.random.default_rng(seed)
+        torch.manual_seed(seed)
+        window = rng.choice([None, 1, 3, 16, 200])
+        lengths = rng.integers(1, 40, size=int(rng.integers(1, 5)))
+        if seed % 20 == 0:
+            lengths[0] = 300
+        key_dim = 32 if kind == "heads of 32" else 6
+        value_dim = int(rng.choice([3, 9])) if kind == "values of another size" else key_dim
+        tokens = [
+            [torch.randn(n, heads, size) for heads, size in ((4, key_dim), (2, key_dim), (2, value_dim))]
+            for n in lengths
+        ]
+        softcap = 0.7 if kind == "softcap" else None
+        sinks = torch.randn(4) if kind == "sinks" else None
+        options = {"softcap": softcap, "s_aux": sinks}
+        sizes = {"head_dim": key_dim, "value_head_dim": value_dim}
+
+        def served(which, chunks, block_size, options=options, window=window, sizes=sizes):
+            config = CacheConfig(1200, block_size)
+            cache = PagedCache(shape(**sizes), config, backend="native", fill=math.nan)
+            return serve_tokens(cache, which, window, chunks, freed=window, **options)
+
+        chunks = random_chunks(rng, lengths, int(rng.choice([2, 12, 300])))
+        ours = served(tokens, chunks, int(rng.choice([1, 3, 16])))
+        for sequence, output in zip(tokens, ours, strict=True):
+            queries, keys, values = (every.double() for every in sequence)
+            want = [
+                dense(
+                    queries[n],
+                    keys[: n + 1],
+                    values[: n + 1],
+                    window,
+                    softcap,
+                    None if sinks is None else sinks.double(),
+                )
+                for n in range(len(queries))
+            ]
+            torch.testing.assert_close(output.double(), torch.stack(want), rtol=0, atol=2e-6)
+            (alone,) = served([sequence], [[len(queries)]], 16)
+            assert torch.equal(output, alone)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(1, 1), (7, 31), (64, 33), (300, 128)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_native_product_is_near_float64_and_bit_equal_in_any_company(num_inputs, num_outputs, has_bias):
+    torch.manual_seed(num_inputs)
+    weight, x = torch.randn(num_outputs, num_inputs), torch.randn(1, 37, num_inputs)
+    bias = torch.randn(num_outputs) if has_bias else None
+    panels = native.pack(weight)
+
+    def product(rows):
+        return torch.ops.cbresearch.native_linear(rows, panels, bias, num_outputs)
+
+    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    torch.testing.assert_close(product(x).double(), want, rtol=0, atol=1e-6 * num_inputs)
+    for num_rows in range(1, 18):
+        assert torch.equal(product(x[:, 20 : 20 + num_rows]), product(x)[:, 20 : 20 + num_rows])
+    assert torch.equal(product(x[:, ::3]), product(x)[:, ::3])
+
+
+def run(executor, requests, policy, limits):
+    scheduler = Scheduler(policies.get(policy), limits, executor.cache.config)
+    return serve(requests, scheduler, executor, on_step=lambda record: scheduler.check())
+
+
+@needs_compiler
+@pytest.mark.parametrize("compile", [False, True])
+def test_tokens_equal_generate_alone_under_schedules_that_preempt(compile, tiny, alone):
+    answers = [*alone[:12], *alone[20:]]
+    requests = [Request(f"r{n}", answer.prompt, 12) for n, answer in enumerate(answers)]
+    want = {f"r{n}": answer.continuation[:12] for n, answer in enumerate(answers)}
+    before = tiny.model.config._attn_implementation
+    # Just enough for the longest request and a bit.
+    cache = CacheConfig(26, 3, prefix_caching=True)
+    executor = ModelExecutor(
+        tiny, SchedulerConfig(8, 64), cache, backend="native", compile=compile, fill=math.nan
+    )
+    executor.warm_up()
+    graphs = counters["stats"]["unique_graphs"]
+    num_preemptions = num_cached = 0
+    for policy in ("static", "fcfs", "sjf", "vllm_v1"):
+        for limits in (SchedulerConfig(1, 7), SchedulerConfig(5, 7), SchedulerConfig(8, 64)):
+            trace = run(executor, requests, policy, limits)
+            assert trace.outputs == want, (policy, limits)
+            num_preemptions += sum(record.num_preemptions for record in trace.requests)
+            num_cached += sum(record.num_cached_tokens for record in trace.requests)
+    assert num_preemptions > 0, "nobody was preempted"
+    assert num_cached > 0, "nothing was found cached"
+    assert counters["stats"]["unique_graphs"] == graphs, "some number of tokens was compiled for by itself"
+    assert tiny.model.config._attn_implementation == before
+    assert generate_alone(tiny.model, alone[3].prompt, 24) == alone[3].continuation
+
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.3,
+    "sliding_window": 6,
+    "pad_token_id": 0,
+}
+FAMILIES = {
+    "soft cap": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, query_pre_attn_scalar=24)),
+    "sinks": lambda: GptOssForCausalLM(GptOssConfig(**SIZES, num_local_experts=2, num_experts_per_tok=1)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_engines_in_one_process_do_not_meet(family):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        loaded = models.wrap(family, FAMILIES[family]().float())
+    loaded = replace(loaded, eos_token_ids=frozenset())
+    limits, cache = SchedulerConfig(3, 11), CacheConfig(30, 4)
+    made = {
+        backend: [ModelExecutor(loaded, limits, cache, backend=backend, fill=math.nan) for _ in range(2)]
+        for backend in ("torch", "native")
+    }
+    rng = np.random.default_rng(3)
+    streams = [
+        [Request(f"r{n}", tuple(rng.integers(3, 97, 9).tolist()), 7) for n in range(4)] for _ in range(2)
+    ]
+    outputs = {}
+    for backend, executors in made.items():
+        schedulers = [Scheduler(policies.get("fcfs"), limits, cache) for _ in executors]
+        tokens = outputs[backend] = [{} for _ in executors]
+        for scheduler, requests in zip(schedulers, streams, strict=True):
+            for request in requests:
+                scheduler.submit(request)
+        # Step by step in turn, so that whatever the two shared would show.
+        for now in range(60):
+            for scheduler, executor, got in zip(schedulers, executors, tokens, strict=True):
+                plan = scheduler.schedule(now)
+                if not plan.scheduled:
+                    continue
+                result = executor.execute(plan)
+                scheduler.commit(plan, result, now)
+                for request_id, token in result.tokens.items():
+                    got.setdefault(request_id, []).append(token)
+        assert all(len(answer) == 7 for got in tokens for answer in got.values())
+    assert outputs["native"] == outputs["torch"]
+    assert outputs["native"][0] != outputs["native"][1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "dtype"),
+    [
+        ({}, "cuda", torch.float32),
+        ({}, "cpu", torch.bfloat16),
+        ({"latent_dim": 5}, "cpu", torch.float32),
+    ],
+)
+def test_what_the_native_backend_cannot_serve_is_refused(changes, device, dtype):
+    with pytest.raises(ValueError, match="'native' and compiled models are for float32 on a CPU"):
+        choose_backend("native", shape(**changes), torch.device(device), dtype)
+
+
+def test_without_a_compiler_the_native_backend_says_so(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ValueError, match=r"no C\+\+ compiler is found \(CXX is 'no-such-compiler'\)"):
+        native.library.__wrapped__()
+    monkeypatch.setenv("CXX", "false")
+    with pytest.raises(ValueError, match="the C\\+\\+ compiler 'false' fails"):
+        native.library.__wrapped__()
