@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from cbresearch import models, policies
-from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.config import RESERVATIONS, CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
 from cbresearch.experiments import compare
 from cbresearch.formulas import kv_bytes_per_token
@@ -163,6 +163,14 @@ def test_padding_rows_are_computed_by_the_model(tiny, alone):
         hook.remove()
     assert shapes == [step.plan.num_tokens for step in trace.steps]
     assert shapes[1:] == [2] * 8
+
+
+@pytest.mark.parametrize("reservation", RESERVATIONS)
+def test_a_contiguous_reservation_may_be_longer_than_its_request(reservation, tiny, alone):
+    requests = [Request(f"r{n}", answer.prompt, 9) for n, answer in enumerate(alone[:6])]
+    limits, cache = SchedulerConfig(3, 64, max_model_len=128), CacheConfig(64, 4, reservation=reservation)
+    trace = run(tiny, requests, "fcfs", limits, cache)
+    assert trace.outputs == {f"r{n}": answer.continuation[:9] for n, answer in enumerate(alone[:6])}
 
 
 def test_the_model_is_left_as_it_was_found(tiny, alone):
