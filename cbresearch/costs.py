@@ -55,6 +55,19 @@ class Linear:
         """Return the seconds of a step that copies nothing, for policies that look ahead."""
         return self.step + self.token * num_tokens + self.context * num_context_tokens
 
+    def durations(self, num_tokens: int, num_context_tokens: range) -> list[float]:
+        """Return the seconds of consecutive steps that copy nothing, the very numbers that plans of them cost.
+
+        Args:
+            num_tokens: Tokens that each of them computes.
+            num_context_tokens: Context tokens of each.
+        """
+        seconds = self.step + self.token * num_tokens + self.transfer * 0
+        context = self.context
+        if not context:
+            return [seconds] * len(num_context_tokens)
+        return [seconds + context * number for number in num_context_tokens]
+
     @classmethod
     def parse(cls, text: str) -> "Linear":
         """Read `linear:T0,T_TOKEN,T_CONTEXT,T_BLOCK`, in seconds; trailing terms may be left out.

@@ -179,6 +179,19 @@ class BlockManager:
             table.extend(added)
         return tuple(added)
 
+    def room(self, request_id: str) -> int:
+        """Return how many tokens a request's table can hold."""
+        return len(self._tables[request_id]) * self._block_size
+
+    def append(self, request_id: str) -> int:
+        """Grow a request's table by the block that `allocate` would add, for one is free; return its id."""
+        if not self._free:
+            self._evict(1)
+        block = self._free.pop()
+        self._ref_counts[block] = 1
+        self._tables[request_id].append(block)
+        return block
+
     def make_writable(self, request_id: str, place: int) -> tuple[Pair, ...] | None:
         """Give a request a block of its own at a place of its table, before it writes there.
 

@@ -8,6 +8,7 @@ from cbresearch.blocks import BlockManager
 from cbresearch.config import PREEMPTIONS, CacheConfig, SchedulerConfig
 from cbresearch.plan import Committed, Plan, Scheduled, StepResult
 from cbresearch.policies import Policy
+from cbresearch.policies.base import steadiness
 from cbresearch.request import Request, RequestState, RequestStatus
 from cbresearch.reservation import ReservationManager
 from cbresearch.scheduler.admission import check_request, choose_losers, farthest_sibling
@@ -61,6 +62,8 @@ class Scheduler:
         self._view = LiveView(self)
         self._plan = Draft(config.max_num_batched_tokens)
         self._served = _overridden_served(policy)
+        self.steady = steadiness(policy)
+        self._last: tuple[Draft, Plan | None, int] = self._plan, None, 0
 
     @property
     def has_work(self) -> bool:
@@ -145,9 +148,10 @@ class Scheduler:
         self._step += 1
         self._was_refused = draft.closed == "blocks"
         self._plan = Draft(self.config.max_num_batched_tokens)
-        return draft.plan(
-            step, self._running, self._kept, self._memory.take_transfers(), bool(self._free_seats)
-        )
+        transfers = self._memory.take_transfers()
+        plan = draft.plan(step, self._running, self._kept, transfers, bool(self._free_seats))
+        self._last = draft, plan, self.num_submitted
+        return plan
 
     def wakes(self, now: float) -> float | None:
         """Return the seconds until which the policy wants to wait although there is work, or None."""
@@ -398,6 +402,7 @@ class Scheduler:
         self._vacate(state)
 
     def _vacate(self, state: RequestState) -> None:
+        self._plan.has_vacated = True
         self._memory.release(state)
         assert state.seat is not None
         heappush(self._free_seats, state.seat)

@@ -19,6 +19,7 @@ class Draft:
         "budget",
         "closed",
         "displaced",
+        "has_vacated",
         "preempted",
         "scheduled",
         "skipped",
@@ -28,6 +29,7 @@ class Draft:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.closed: str | None = None
+        self.has_vacated = False
         self.scheduled: dict[str, Scheduled] = {}
         self.admitted: dict[str, tuple[RequestState, int]] = {}
         self.preempted: list[RequestState] = []

@@ -19,7 +19,7 @@ class Memory:
 
     def __init__(self, blocks: BlockManager | ReservationManager, repeats_last: bool) -> None:
         self.blocks = blocks
-        self._num_repeated = int(repeats_last)
+        self.num_repeated = int(repeats_last)
         self.transfers: list[Transfer] = []
         self.num_referred_tokens = 0
 
@@ -95,7 +95,7 @@ class Memory:
         if cache.prefix_caching and end // size > start // size:
             self.enter(state, end)
         if cache.sliding_window is not None:
-            forgotten = size * self.blocks.forget(state.id, end - self._num_repeated)
+            forgotten = size * self.blocks.forget(state.id, end - self.num_repeated)
             self.num_referred_tokens -= forgotten - state.num_forgotten_tokens
             state.num_forgotten_tokens = forgotten
 

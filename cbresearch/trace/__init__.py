@@ -3,12 +3,14 @@
 from cbresearch.trace.files import write_csv, write_json, write_whole
 from cbresearch.trace.records import RequestRecord, StepRecord
 from cbresearch.trace.run import MemoryUse, Stay, Trace
+from cbresearch.trace.steps import Steps
 
 __all__ = [
     "MemoryUse",
     "RequestRecord",
     "Stay",
     "StepRecord",
+    "Steps",
     "Trace",
     "write_csv",
     "write_json",

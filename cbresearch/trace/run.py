@@ -1,6 +1,6 @@
 """A run: its limits and its records."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -81,7 +81,7 @@ class Trace:
     policy: str
     scheduler: SchedulerConfig
     cache: CacheConfig
-    steps: tuple[StepRecord, ...]
+    steps: Sequence[StepRecord]
     requests: tuple[RequestRecord, ...]
 
     @property

@@ -1,0 +1,380 @@
+"""Consecutive steps under way, and what they do to requests and blocks."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from cbresearch.blocks import BlockManager
+from cbresearch.leap import Leap, Level, Row, Taken
+from cbresearch.plan import Padding, Skipped
+from cbresearch.request import Request, RequestState
+
+if TYPE_CHECKING:
+    from cbresearch.scheduler.core import Scheduler
+
+_LONGEST_STRIDE = 4096
+_NEVER = 1 << 62
+
+
+class Foresight(Protocol):
+    """What an executor has to know beforehand so that steps can be taken at once."""
+
+    def ending(self, request: Request) -> tuple[int, str]:
+        """Return the number of output tokens of a request, and the reason for which it ends there."""
+
+    def tokens(self, request_id: str, first: int, number: int) -> Sequence[int]:
+        """Return output tokens of a request.
+
+        Args:
+            request_id: Whose.
+            first: Tokens before them.
+            number: How many.
+        """
+
+    def durations(self, num_tokens: int, num_context_tokens: range) -> Sequence[float]:
+        """Return the seconds of consecutive steps that copy nothing.
+
+        Args:
+            num_tokens: Tokens that each computes, padding included.
+            num_context_tokens: Context tokens of each.
+        """
+
+    def leave(self, request_id: str) -> None:
+        """Take note that a request is finished."""
+
+
+class Ahead(NamedTuple):
+    """Steps taken at once.
+
+    Attributes:
+        leap: The steps.
+        finished: States of the requests that they finished, in order.
+    """
+
+    leap: Leap
+    finished: tuple[RequestState, ...]
+
+
+class Stride:
+    """The steps under way; each request's state catches up when it is needed."""
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        foresight: Foresight,
+        order: Sequence[RequestState],
+        now: float,
+        waits: bool,
+    ) -> None:
+        self.scheduler, self.foresight, self.order, self.waits = scheduler, foresight, order, waits
+        self.blocks, self.memory = scheduler.blocks, scheduler._memory
+        self.start = now
+        self.first_step = scheduler._step
+        cache = self.blocks.config
+        self.size = cache.block_size
+        self.starts = [state.num_computed_tokens for state in order]
+        self.seats: list[int] = [state.seat for state in order]  # type: ignore[misc]
+        ending = foresight.ending
+        self.lasts = [ending(state.request)[0] - len(state.output_token_ids) for state in order]
+        self.synced = [0] * len(order)
+        self.active = list(range(len(order)))
+        blocks = self.blocks
+        # The step before which each needs a block; what is reserved is there from the beginning.
+        self.needs = (
+            [blocks.room(state.request.id) - state.num_computed_tokens for state in order]
+            if isinstance(blocks, BlockManager)
+            else []
+        )
+        self.enters = [
+            place
+            for place, state in enumerate(order)
+            if cache.prefix_caching and type(state.request.prompt) is tuple
+        ]
+        self.is_careful = bool(self.enters) or cache.sliding_window is not None
+        kept, budget = scheduler._kept, scheduler._plan.budget - len(order)
+        self.padding = (
+            tuple(
+                Padding(state.id, state.seat, state.num_computed_tokens)
+                for state in kept[:budget]
+                if state.seat is not None
+            )
+            if kept
+            else ()
+        )
+        self.num_held_tokens = self.memory.num_held_tokens(scheduler._running, are_all=not kept)
+        self.durations: list[float] = []
+        self.ends: list[float] = []
+        self.taken: list[Taken] = []
+        self.levels: list[Level] = []
+        self.finished: list[tuple[int, tuple[str, ...]]] = []
+        self.done: list[RequestState] = []
+
+    def run(self, until: float, passes_finishes: bool) -> Ahead | None:
+        """Take the steps."""
+        scheduler, order, ends = self.scheduler, self.order, self.ends
+        closed, skipped = self._refusals()
+        while True:
+            offset, active = len(ends), self.active
+            num_steps = self._price(until)
+            wanted = num_steps
+            if num_steps:
+                num_steps = self._take(offset, num_steps, closed)
+            if num_steps < wanted:
+                del ends[offset + num_steps :], self.durations[offset + num_steps :]
+            end = offset + num_steps
+            leaving = [place for place in active if self.lasts[place] == end] if num_steps else []
+            if leaving:
+                self._finish(leaving, end)
+                if not passes_finishes or not self.active:
+                    break
+                closed, skipped = self._refusals()
+            if not num_steps or num_steps < wanted or ends[-1] >= until:
+                break
+        total = len(ends)
+        if not total:
+            return None
+        for place in self.active:
+            self._catch_up(place, total)
+        scheduler._step += total
+        if not self.waits:
+            scheduler._was_refused = False
+        rows = tuple(
+            Row(state.request.id, seat, start, min(last, total))
+            for state, seat, start, last in zip(order, self.seats, self.starts, self.lasts, strict=True)
+        )
+        leap = Leap(
+            self.first_step,
+            self.start,
+            tuple(self.durations),
+            tuple(ends),
+            rows,
+            tuple(self.taken),
+            tuple(self.levels),
+            tuple(self.finished),
+            self.padding,
+            skipped,
+            len(scheduler._waiting) + len(scheduler._swapped),
+            len(scheduler._swapped),
+            self.blocks.num_held_host_blocks,
+            self.blocks.num_blocks,
+        )
+        return Ahead(leap, tuple(self.done))
+
+    def _refusals(self) -> tuple[str | None, tuple[Skipped, ...]]:
+        """Return why nobody can join, and who was refused."""
+        scheduler = self.scheduler
+        if self.waits:
+            plan = scheduler._last[1]
+            assert plan is not None
+            return plan.closed, plan.skipped
+        if len(self.active) == scheduler._plan.budget:
+            return "budget", ()
+        return None if scheduler._free_seats else "seats", ()
+
+    def _price(self, until: float) -> int:
+        """Return how many steps there are until somebody is done or arrives, with their times noted."""
+        ends, active, starts, lasts = self.ends, self.active, self.starts, self.lasts
+        offset, num_rows = len(ends), len(active)
+        num_steps = min([lasts[place] for place in active]) - offset
+        num_tokens = num_rows + len(self.padding)
+        context = sum([starts[place] for place in active]) + num_rows * (offset + 1)
+        context += sum([row.context_length for row in self.padding])
+        clock = ends[-1] if ends else self.start
+        price = self.foresight.durations
+        if num_steps > 8:
+            first = price(num_tokens, range(context, context + 1))[0]
+            if 0 < first < inf and (until - clock) / first < num_steps:
+                num_steps = min(num_steps, int((until - clock) / first) + 2)
+            num_steps = min(num_steps, _LONGEST_STRIDE)
+        durations = price(num_tokens, range(context, context + num_steps * num_rows, num_rows))
+        more = list(accumulate(durations, initial=clock))[1:]
+        if not min(durations) >= 0 or not more[-1] < inf:
+            # The step that takes no sensible time is refused when it is taken by itself.
+            return 0
+        if more[-1] >= until:
+            num_steps = bisect_left(more, until) + 1
+            more, durations = more[:num_steps], durations[:num_steps]
+        ends += more
+        self.durations += durations
+        return num_steps
+
+    def _take(self, offset: int, num_steps: int, closed: str | None) -> int:
+        """Give the rows their blocks; return for how many steps they suffice."""
+        blocks, needs, size, end = self.blocks, self.needs, self.size, offset + num_steps
+        if self.is_careful:
+            return self._take_carefully(offset, end, closed)
+        events: list[tuple[int, int]] = []
+        if needs:
+            for place in self.active:
+                step = needs[place]
+                while step < end:
+                    events.append((step, place))
+                    step += size
+            num_spare = blocks.num_free_blocks - (blocks.num_cached_blocks if self.waits else 0)
+            if len(events) > num_spare:
+                events.sort()
+                end = events[num_spare][0]
+                events = [event for event in events if event[0] < end]
+            else:
+                events.sort()
+        if end == offset:
+            return 0
+        num_rows = len(self.active)
+        level = self._level(offset, 0, closed)
+        self.levels.append(level)
+        num_cached = level.num_cached_blocks
+        num_before, current = 0, -1
+        assert isinstance(blocks, BlockManager) or not events
+        for number, (step, place) in enumerate(events):
+            if step != current:
+                num_before, current = number, step
+            self._append(step, place)
+            if num_cached and blocks.num_cached_blocks != num_cached:
+                num_cached = blocks.num_cached_blocks
+                changed = self._level(step, number + 1 - num_before, closed)
+                changed = changed._replace(
+                    num_held_tokens=level.num_held_tokens + (step - offset) * num_rows
+                )
+                if self.levels[-1].offset == step:
+                    self.levels[-1] = changed
+                else:
+                    self.levels.append(changed)
+        self.memory.num_referred_tokens += num_rows * (end - offset)
+        self.num_held_tokens += num_rows * (end - offset)
+        return end - offset
+
+    def _take_carefully(self, offset: int, end: int, closed: str | None) -> int:
+        """Give the rows their blocks, and let blocks be cached and forgotten, each when its turn comes."""
+        blocks, scheduler = self.blocks, self.scheduler
+        assert isinstance(blocks, BlockManager)
+        at_once, num_rows = scheduler.policy.hits_at_once, len(self.active)
+        growing = self._events(end, self.needs, self.active)
+        entering = self._events(end, self._entries(offset), [p for p in self.active if p in self.enters])
+        forgetting = self._events(end, self._losses(offset), self.active)
+        are_all = not scheduler._kept
+        counted = offset
+        self.levels.append(self._level(offset, 0, closed))
+        for step in sorted({*growing, *entering, *forgetting}):
+            takers, enters = growing.get(step, ()), entering.get(step, ())
+            num_spare = blocks.num_free_blocks - (blocks.num_cached_blocks if self.waits else 0)
+            # What changes in the prefix cache may be what somebody who waits was waiting for.
+            if len(takers) > num_spare or (self.waits and enters):
+                end = step
+                break
+            for place in sorted({*takers, *enters}) if at_once else takers:
+                if place in takers:
+                    self._append(step, place)
+                if at_once and place in enters:
+                    self._catch_up(place, step)
+                    self.memory.enter(self.order[place], self.starts[place] + step + 1)
+            self.memory.num_referred_tokens += num_rows * (step + 1 - counted)
+            counted = step + 1
+            for place in sorted({*enters, *forgetting.get(step, ())}):
+                self._catch_up(place, step)
+                state = self.order[place]
+                state.num_computed_tokens += 1
+                self.memory.settle(state, state.num_computed_tokens - 1)
+                # It is counted already, with those of the other rows.
+                self.memory.num_referred_tokens -= 1
+                state.num_computed_tokens -= 1
+            level = self._level(step, len(takers), closed)
+            held = self.num_held_tokens + num_rows * (step + 1 - offset)
+            if are_all:
+                held = self.memory.num_held_tokens((), are_all=True)
+            level = level._replace(num_held_tokens=held)
+            if self.levels[-1].offset == step:
+                self.levels[-1] = level
+            else:
+                self.levels.append(level)
+        if end == offset:
+            self.levels.pop()
+            return 0
+        self.memory.num_referred_tokens += num_rows * (end - counted)
+        self.num_held_tokens = (
+            self.memory.num_held_tokens((), are_all=True)
+            if are_all
+            else self.num_held_tokens + num_rows * (end - offset)
+        )
+        return end - offset
+
+    def _events(self, end: int, first: Sequence[int], places: Sequence[int]) -> dict[int, list[int]]:
+        """Return the places of rows by step, from the first step of each on, every block size steps."""
+        events: dict[int, list[int]] = {}
+        for place in places:
+            for step in range(first[place], end, self.size):
+                events.setdefault(step, []).append(place)
+        return events
+
+    def _entries(self, offset: int) -> list[int]:
+        """Return the step with which each row's next block is full."""
+        return [offset + -(start + offset + 1) % self.size for start in self.starts]
+
+    def _losses(self, offset: int) -> list[int]:
+        """Return the step behind which each row next gives back a block that is out of sight."""
+        window = self.blocks.config.sliding_window
+        if window is None:
+            return [_NEVER] * len(self.starts)
+        seen = window - 1 + self.memory.num_repeated
+        # A block is lost with each token count that is a positive multiple of the block size beyond what is seen.
+        counts = [max(start + offset + 1 - seen, 1) for start in self.starts]
+        return [
+            -(-count // self.size) * self.size + seen - start - 1
+            for count, start in zip(counts, self.starts, strict=True)
+        ]
+
+    def _append(self, step: int, place: int) -> None:
+        block = self.blocks.append(self.order[place].request.id)  # type: ignore[union-attr]
+        self.needs[place] = step + self.size
+        self.taken.append(Taken(step, place, block))
+
+    def _level(self, offset: int, num_taken: int, closed: str | None) -> Level:
+        blocks, num_rows = self.blocks, len(self.active)
+        is_short = self.waits and self.scheduler._was_refused
+        return Level(
+            offset,
+            num_rows,
+            closed,
+            self.num_held_tokens + num_rows,
+            blocks.num_held_blocks - num_taken,
+            blocks.num_cached_blocks,
+            None if is_short else blocks.num_unusable_blocks,
+            blocks.num_shared_blocks,
+        )
+
+    def _catch_up(self, place: int, step: int, reason: str | None = None) -> None:
+        """Bring a request to where it is before a step; with a reason, it ends there."""
+        begun = self.synced[place]
+        number = step - begun
+        if not number:
+            return
+        self.synced[place] = step
+        state = self.order[place]
+        start = state.num_computed_tokens
+        end = state.num_computed_tokens = start + number
+        covered = state.num_covered_tokens
+        if start < covered:
+            state.num_recomputed_tokens += min(end, covered) - start
+        if end > covered:
+            state.num_covered_tokens = end
+        state.num_tokens += number
+        state.scheduled_step = self.first_step + step - 1
+        output = state.output_token_ids
+        output += self.foresight.tokens(state.request.id, len(output), number)
+        state.token_times += self.ends[begun:step] if number < len(self.ends) else self.ends
+        state.finish_reason = reason
+        if self.scheduler._served is not None:
+            self.scheduler._served(state, number)
+
+    def _finish(self, leaving: Sequence[int], end: int) -> None:
+        """End requests with the step before `end`."""
+        states = [self.order[place] for place in leaving]
+        for place, state in zip(leaving, states, strict=True):
+            self._catch_up(place, end, self.foresight.ending(state.request)[1])
+            self.foresight.leave(state.request.id)
+        self.finished.append((end - 1, tuple([state.request.id for state in states])))
+        self.done += states
+        self.scheduler._finish(states)
+        self.active = [place for place in self.active if self.lasts[place] > end]
+        self.num_held_tokens = self.memory.num_held_tokens((), are_all=True)

@@ -1,0 +1,103 @@
+"""The steps of a run, those that were taken at once kept as such."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, islice
+from typing import overload
+
+from cbresearch.leap import Leap, StepState
+from cbresearch.trace.records import StepRecord
+
+
+class Steps(Sequence[StepRecord]):
+    """Step records in order; what a leap holds is spelled out when it is asked for.
+
+    It equals any sequence of the same records, a tuple included.
+
+    Args:
+        parts: Records and leaps in order.
+    """
+
+    __slots__ = ("_ends", "parts")
+
+    def __init__(self, parts: Iterable[StepRecord | Leap]) -> None:
+        self.parts = tuple(parts)
+        self._ends = tuple(accumulate(len(part) if isinstance(part, Leap) else 1 for part in self.parts))
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    @overload
+    def __getitem__(self, index: int) -> StepRecord: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[StepRecord, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> StepRecord | tuple[StepRecord, ...]:
+        if isinstance(index, slice):
+            wanted = range(*index.indices(len(self)))
+            if wanted.step == 1:
+                return tuple(self._between(wanted.start, wanted.stop))
+            return tuple(self[place] for place in wanted)
+        place = range(len(self))[index]
+        number = bisect_right(self._ends, place)
+        part = self.parts[number]
+        if not isinstance(part, Leap):
+            return part
+        offset = place - (self._ends[number - 1] if number else 0)
+        return _record(part, offset, next(islice(part.states(), offset, None)))
+
+    def __iter__(self) -> Iterator[StepRecord]:
+        for part in self.parts:
+            if isinstance(part, Leap):
+                yield from expand(part)
+            else:
+                yield part
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Steps | tuple):
+            return NotImplemented
+        return len(self) == len(other) and all(mine == its for mine, its in zip(self, other, strict=True))
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return f"Steps({len(self)} steps in {len(self.parts)} parts)"
+
+    def _between(self, first: int, last: int) -> Iterator[StepRecord]:
+        number = bisect_right(self._ends, first)
+        begin = self._ends[number - 1] if number else 0
+        for part in self.parts[number:]:
+            if begin >= last:
+                return
+            if isinstance(part, Leap):
+                yield from islice(expand(part), max(0, first - begin), last - begin)
+                begin += len(part)
+            else:
+                yield part
+                begin += 1
+
+
+def expand(leap: Leap) -> Iterator[StepRecord]:
+    """Yield the records of a leap's steps."""
+    for offset, state in enumerate(leap.states()):
+        yield _record(leap, offset, state)
+
+
+def _record(leap: Leap, offset: int, state: StepState) -> StepRecord:
+    return StepRecord(
+        leap.start_of(offset),
+        leap.durations[offset],
+        leap.plan(offset),
+        leap.finished_in(offset),
+        state.num_running,
+        leap.num_waiting,
+        state.num_held_blocks,
+        state.num_held_tokens,
+        state.num_cached_blocks,
+        state.num_external_blocks,
+        state.num_shared_blocks,
+        leap.num_swapped,
+        leap.num_held_host_blocks,
+    )
