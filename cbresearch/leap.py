@@ -1,27 +1,11 @@
 """Consecutive steps in which everyone who runs decodes: what they share is kept once."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from cbresearch.plan import Padding, Plan, Scheduled, Skipped
-
-
-class Row(NamedTuple):
-    """A request that decodes from the first step of a leap on.
-
-    Attributes:
-        request_id: Whose tokens.
-        seat: Its row in the batch.
-        start: Tokens of the request whose KV was computed before the leap.
-        num_steps: Steps of the leap that serve it; it leaves then, or the leap ends.
-    """
-
-    request_id: str
-    seat: int
-    start: int
-    num_steps: int
 
 
 class Level(NamedTuple):
@@ -48,20 +32,6 @@ class Level(NamedTuple):
     num_shared_blocks: int
 
 
-class Taken(NamedTuple):
-    """A block that a row takes before a step.
-
-    Attributes:
-        offset: Number of the leap's step, from 0.
-        place: Place of the row.
-        block: Physical block id.
-    """
-
-    offset: int
-    place: int
-    block: int
-
-
 class StepState(NamedTuple):
     """What the scheduler holds in one step of a leap; the fields are those of `Committed`."""
 
@@ -82,8 +52,13 @@ class Leap:
         start: Seconds since the start of the run at which it began.
         durations: Seconds of each step.
         ends: Seconds since the start of the run at which each step ended.
-        rows: Whom the first step serves, in the policy's order.
-        taken: Blocks taken, in their order.
+        request_ids: Whom the first step serves, in the policy's order.
+        seats: Their rows in the batch.
+        starts: Tokens of each whose KV was computed before the leap.
+        num_steps: Steps that serve each; whoever is finished leaves.
+        taken_in: Offset of the step before which each of `blocks` is taken, ascending.
+        taken_by: Who takes it: its place in `request_ids`, ascending within a step.
+        blocks: Physical ids of the blocks taken.
         levels: What holds from which step on, the first from step 0.
         finished: Ids of the requests that a step finished, by its offset.
         padding: Rows computed for nothing in every step.
@@ -98,8 +73,13 @@ class Leap:
     start: float
     durations: tuple[float, ...]
     ends: tuple[float, ...]
-    rows: tuple[Row, ...]
-    taken: tuple[Taken, ...]
+    request_ids: tuple[str, ...]
+    seats: tuple[int, ...]
+    starts: tuple[int, ...]
+    num_steps: tuple[int, ...]
+    taken_in: tuple[int, ...]
+    taken_by: tuple[int, ...]
+    blocks: tuple[int, ...]
     levels: tuple[Level, ...]
     finished: tuple[tuple[int, tuple[str, ...]], ...]
     padding: tuple[Padding, ...]
@@ -127,20 +107,16 @@ class Leap:
         Args:
             offset: Number of the leap's step, from 0.
         """
-        first = bisect_right(self.taken, (offset - 1, len(self.rows), -1))
-        blocks: dict[int, tuple[int, ...]] = {}
-        for taken in self.taken[first:]:
-            if taken.offset > offset:
-                break
-            blocks[taken.place] = (taken.block,)
+        first, last = bisect_left(self.taken_in, offset), bisect_right(self.taken_in, offset)
+        blocks = {self.taken_by[number]: (self.blocks[number],) for number in range(first, last)}
         return Plan(
             step=self.first_step + offset,
             scheduled=tuple(
-                Scheduled(
-                    row.request_id, row.seat, row.start + offset, 1, False, True, blocks.get(place, ())
+                Scheduled(request_id, seat, start + offset, 1, False, True, blocks.get(place, ()))
+                for place, (request_id, seat, start, num_steps) in enumerate(
+                    zip(self.request_ids, self.seats, self.starts, self.num_steps, strict=True)
                 )
-                for place, row in enumerate(self.rows)
-                if offset < row.num_steps
+                if offset < num_steps
             ),
             padding=self.padding,
             skipped=self.skipped,
@@ -153,23 +129,19 @@ class Leap:
 
     def states(self) -> Iterator[StepState]:
         """Yield what the scheduler holds, a step at a time."""
-        number, place = 0, -1
-        taken = iter((*self.taken, Taken(len(self), 0, 0)))
-        following = next(taken)
-        level = self.levels[0]
-        for offset in range(len(self)):
-            while place + 1 < len(self.levels) and self.levels[place + 1].offset <= offset:
-                place, number = place + 1, 0
-                level = self.levels[place]
-            while following.offset <= offset:
-                number += 1
-                following = next(taken)
-            held, external = level.num_held_blocks + number, level.num_external_blocks
-            yield StepState(
-                level.num_rows,
-                held,
-                level.num_held_tokens + (offset - level.offset) * level.num_rows,
-                level.num_cached_blocks,
-                self.num_blocks - held - level.num_cached_blocks if external is None else external,
-                level.num_shared_blocks,
-            )
+        place, taken = 0, 0
+        for number, level in enumerate(self.levels):
+            last = number + 1 == len(self.levels)
+            end = len(self) if last else self.levels[number + 1].offset
+            taken = bisect_left(self.taken_in, level.offset)
+            for offset in range(level.offset, end):
+                place = bisect_right(self.taken_in, offset, lo=place)
+                held, external = level.num_held_blocks + place - taken, level.num_external_blocks
+                yield StepState(
+                    level.num_rows,
+                    held,
+                    level.num_held_tokens + (offset - level.offset) * level.num_rows,
+                    level.num_cached_blocks,
+                    self.num_blocks - held - level.num_cached_blocks if external is None else external,
+                    level.num_shared_blocks,
+                )

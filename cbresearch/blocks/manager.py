@@ -183,14 +183,21 @@ class BlockManager:
         """Return how many tokens a request's table can hold."""
         return len(self._tables[request_id]) * self._block_size
 
-    def append(self, request_id: str) -> int:
-        """Grow a request's table by the block that `allocate` would add, for one is free; return its id."""
-        if not self._free:
-            self._evict(1)
-        block = self._free.pop()
-        self._ref_counts[block] = 1
-        self._tables[request_id].append(block)
-        return block
+    def append_each(self, request_ids: Sequence[str]) -> list[int]:
+        """Grow tables by one block each, in order, as `allocate` would; as many have to be free.
+
+        Args:
+            request_ids: Whose tables; one may be named several times.
+
+        Returns:
+            The blocks, in that order.
+        """
+        if len(request_ids) > len(self._free):
+            self._evict(len(request_ids))
+        added, tables = self._take(len(request_ids)), self._tables
+        for request_id, block in zip(request_ids, added, strict=True):
+            tables[request_id].append(block)
+        return added
 
     def make_writable(self, request_id: str, place: int) -> tuple[Pair, ...] | None:
         """Give a request a block of its own at a place of its table, before it writes there.
@@ -348,6 +355,11 @@ class BlockManager:
                 f"request {request_id!r} holds no blocks; it was never allocated or already freed"
             )
         self._prefixes.drop(request_id)
+        if not (self.config.prefix_caching or self._num_extra_references or self._host.twin_of):
+            # Nothing is cached, shared or there twice: the blocks go back as they are.
+            table.reverse()
+            self._give_back([block for block in table if block != NULL_BLOCK])
+            return
         # The tail first: it is evicted before the head, without which it could not be reached.
         for block in reversed(table):
             if block != NULL_BLOCK:
@@ -381,6 +393,14 @@ class BlockManager:
         for block in added:
             self._ref_counts[block] = 1
         return added
+
+    def _give_back(self, blocks: list[int]) -> None:
+        ref_counts = self._ref_counts
+        for block in blocks:
+            if ref_counts[block] != 1:
+                raise ValueError(f"block {block} is free already")
+            ref_counts[block] = 0
+        self._free += blocks
 
     def _release(self, block: int) -> None:
         count = self._ref_counts[block]

@@ -1,6 +1,7 @@
 """A plan while it is being made."""
 
 from collections.abc import Sequence
+from itertools import starmap
 
 from cbresearch.plan import Admission, Padding, Plan, Scheduled, Skipped, Transfer
 from cbresearch.request import RequestState
@@ -49,9 +50,10 @@ class Draft:
         """Return the plan, with a row for each kept request that the budget still takes."""
         if len(self.scheduled) < len(running):
             reason = "policy" if self.budget else "budget"
-            for state in running:
-                if state.id not in self.scheduled:
-                    self.skipped.setdefault(state.id, reason)
+            scheduled, skipped = self.scheduled, self.skipped
+            for request_id in [state.request.id for state in running]:
+                if request_id not in scheduled and request_id not in skipped:
+                    skipped[request_id] = reason
         closed = self.closed
         if not self.budget:
             closed = "budget"
@@ -73,6 +75,6 @@ class Draft:
             aborted=tuple(self.aborted),
             swapped=tuple(self.swapped),
             transfers=transfers,
-            skipped=tuple(map(Skipped._make, self.skipped.items())) if self.skipped else (),
+            skipped=tuple(starmap(Skipped, self.skipped.items())) if self.skipped else (),
             closed=closed,
         )

@@ -7,7 +7,7 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cbresearch.blocks import BlockManager
-from cbresearch.leap import Leap, Level, Row, Taken
+from cbresearch.leap import Leap, Level
 from cbresearch.plan import Padding, Skipped
 from cbresearch.request import Request, RequestState
 
@@ -106,7 +106,9 @@ class Stride:
         self.num_held_tokens = self.memory.num_held_tokens(scheduler._running, are_all=not kept)
         self.durations: list[float] = []
         self.ends: list[float] = []
-        self.taken: list[Taken] = []
+        self.taken_in: list[int] = []
+        self.taken_by: list[int] = []
+        self.taken: list[int] = []
         self.levels: list[Level] = []
         self.finished: list[tuple[int, tuple[str, ...]]] = []
         self.done: list[RequestState] = []
@@ -140,16 +142,17 @@ class Stride:
         scheduler._step += total
         if not self.waits:
             scheduler._was_refused = False
-        rows = tuple(
-            Row(state.request.id, seat, start, min(last, total))
-            for state, seat, start, last in zip(order, self.seats, self.starts, self.lasts, strict=True)
-        )
         leap = Leap(
             self.first_step,
             self.start,
             tuple(self.durations),
             tuple(ends),
-            rows,
+            tuple([state.request.id for state in order]),
+            tuple(self.seats),
+            tuple(self.starts),
+            tuple([min(last, total) for last in self.lasts]),
+            tuple(self.taken_in),
+            tuple(self.taken_by),
             tuple(self.taken),
             tuple(self.levels),
             tuple(self.finished),
@@ -205,45 +208,62 @@ class Stride:
         blocks, needs, size, end = self.blocks, self.needs, self.size, offset + num_steps
         if self.is_careful:
             return self._take_carefully(offset, end, closed)
-        events: list[tuple[int, int]] = []
+        active, width = self.active, len(self.order)
+        events: list[int] = []
         if needs:
-            for place in self.active:
+            for place in active:
                 step = needs[place]
-                while step < end:
-                    events.append((step, place))
-                    step += size
+                if step < end:
+                    events += range(step * width + place, end * width, size * width)
+            events.sort()
             num_spare = blocks.num_free_blocks - (blocks.num_cached_blocks if self.waits else 0)
             if len(events) > num_spare:
-                events.sort()
-                end = events[num_spare][0]
-                events = [event for event in events if event[0] < end]
-            else:
-                events.sort()
+                end = events[num_spare] // width
+                events = [event for event in events if event < end * width]
         if end == offset:
             return 0
-        num_rows = len(self.active)
         level = self._level(offset, 0, closed)
         self.levels.append(level)
-        num_cached = level.num_cached_blocks
-        num_before, current = 0, -1
-        assert isinstance(blocks, BlockManager) or not events
-        for number, (step, place) in enumerate(events):
+        if events:
+            assert isinstance(blocks, BlockManager)
+            self.taken_in += [event // width for event in events]
+            places = [event % width for event in events]
+            self.taken_by += places
+            for event in events:
+                # The last one counts.
+                needs[event % width] = event // width + size
+            if len(events) <= blocks.num_free_blocks - level.num_cached_blocks:
+                self.taken += blocks.append_each([self.order[place].request.id for place in places])
+            else:
+                self._evict_and_take(level, events)
+        num_new = len(active) * (end - offset)
+        self.memory.num_referred_tokens += num_new
+        self.num_held_tokens += num_new
+        return end - offset
+
+    def _evict_and_take(self, level: Level, events: Sequence[int]) -> None:
+        """Take blocks, some of which hold cached prefixes until then."""
+        blocks, width, levels = self.blocks, len(self.order), self.levels
+        assert isinstance(blocks, BlockManager)
+        num_cached, num_before, current = level.num_cached_blocks, 0, -1
+        for number, event in enumerate(events):
+            step, place = divmod(event, width)
             if step != current:
                 num_before, current = number, step
-            self._append(step, place)
-            if num_cached and blocks.num_cached_blocks != num_cached:
+            self.taken += blocks.append_each((self.order[place].request.id,))
+            if blocks.num_cached_blocks != num_cached:
                 num_cached = blocks.num_cached_blocks
-                changed = self._level(step, number + 1 - num_before, closed)
+                changed = self._level(step, number + 1 - num_before, level.closed)
                 changed = changed._replace(
-                    num_held_tokens=level.num_held_tokens + (step - offset) * num_rows
+                    num_held_tokens=level.num_held_tokens + (step - level.offset) * level.num_rows
                 )
-                if self.levels[-1].offset == step:
-                    self.levels[-1] = changed
-                else:
-                    self.levels.append(changed)
-        self.memory.num_referred_tokens += num_rows * (end - offset)
-        self.num_held_tokens += num_rows * (end - offset)
-        return end - offset
+                self._enter_level(changed)
+
+    def _enter_level(self, level: Level) -> None:
+        """Note what holds from a step on, in the place of what was noted for it before."""
+        if self.levels[-1].offset == level.offset:
+            self.levels.pop()
+        self.levels.append(level)
 
     def _take_carefully(self, offset: int, end: int, closed: str | None) -> int:
         """Give the rows their blocks, and let blocks be cached and forgotten, each when its turn comes."""
@@ -284,10 +304,7 @@ class Stride:
             if are_all:
                 held = self.memory.num_held_tokens((), are_all=True)
             level = level._replace(num_held_tokens=held)
-            if self.levels[-1].offset == step:
-                self.levels[-1] = level
-            else:
-                self.levels.append(level)
+            self._enter_level(level)
         if end == offset:
             self.levels.pop()
             return 0
@@ -325,9 +342,12 @@ class Stride:
         ]
 
     def _append(self, step: int, place: int) -> None:
-        block = self.blocks.append(self.order[place].request.id)  # type: ignore[union-attr]
+        blocks = self.blocks
+        assert isinstance(blocks, BlockManager)
         self.needs[place] = step + self.size
-        self.taken.append(Taken(step, place, block))
+        self.taken_in.append(step)
+        self.taken_by.append(place)
+        self.taken += blocks.append_each((self.order[place].request.id,))
 
     def _level(self, offset: int, num_taken: int, closed: str | None) -> Level:
         blocks, num_rows = self.blocks, len(self.active)
