@@ -9,7 +9,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear, Recorded
 from cbresearch.plan import Plan, StepResult
 from cbresearch.policies import Policy
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Refusal, Request, RequestState
 from cbresearch.scheduler import Foresight, Scheduler
 from cbresearch.serve import serve
 from cbresearch.trace import RequestRecord, StepRecord, Trace
@@ -92,10 +92,21 @@ class _Known:
         self.durations = durations
         self._requests = requests
 
-    def ending(self, request: Request) -> tuple[int, str]:
-        """Return the number of output tokens, and the reason."""
-        length, most = request.output_length, request.max_tokens
-        return (most, "length") if length is None or length > most else (length, "stop")
+    def num_left(self, states: Sequence[RequestState]) -> list[int]:
+        """Return how many output tokens requests still get."""
+        return [
+            (
+                request.max_tokens
+                if request.output_length is None or request.output_length > request.max_tokens
+                else request.output_length
+            )
+            - len(state.output_token_ids)
+            for state, request in [(state, state.request) for state in states]
+        ]
+
+    def reason(self, state: RequestState) -> str:
+        """Return the reason for which a request ends that has all its output tokens."""
+        return "stop" if len(state.output_token_ids) == state.request.output_length else "length"
 
     def tokens(self, request_id: str, first: int, number: int) -> Sequence[int]:
         """Return zeros."""

@@ -179,9 +179,10 @@ class BlockManager:
             table.extend(added)
         return tuple(added)
 
-    def room(self, request_id: str) -> int:
-        """Return how many tokens a request's table can hold."""
-        return len(self._tables[request_id]) * self._block_size
+    def rooms(self, request_ids: Sequence[str]) -> list[int]:
+        """Return how many tokens requests' tables can hold."""
+        tables, size = self._tables, self._block_size
+        return [len(tables[request_id]) * size for request_id in request_ids]
 
     def append_each(self, request_ids: Sequence[str]) -> list[int]:
         """Grow tables by one block each, in order, as `allocate` would; as many have to be free.

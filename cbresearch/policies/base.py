@@ -99,14 +99,16 @@ class Policy:
     """Whether a prefix counts as cached as soon as a step is planned that computes it, as in vLLM v1, so that
     others may share it in that very step; else only once it is computed."""
     steady = "always"
-    """Whether steps repeat themselves, so that a simulator may take many at once: "always", "alone", "never".
+    """Whether steps repeat themselves, so that a simulator may take many at once; one of four words.
 
-    "alone": while nobody waits and all who run decode, each step serves them all in one and the same order, in
-    which whoever finishes leaves no more than a gap. "always": besides, when requests wait, a step that decoded
-    all who run and admitted nobody is followed by its like, with the same refusals, until somebody arrives,
-    finishes or loses its seat, or the prefix cache changes: no decision turns on the time, on tokens served or
-    on anything that an ever smaller number of free blocks could turn into an admission. `propose` is then asked
-    once for many steps and may be asked twice for one, and `served` is told the tokens of many steps at once.
+    "alone": while nobody waits and all who run decode within the token budget, each step serves them all, in
+    the order of admission. "always": besides, when requests wait, a step that decoded all who run and admitted
+    nobody is followed by its like, with the same refusals, until somebody arrives, finishes or loses its seat,
+    or the prefix cache changes: no decision turns on the time, on tokens served, or on anything that fewer free
+    blocks could turn into an admission. "ranked": as "always", in an order of its own, in which whoever
+    finishes leaves no more than a gap; `propose` may then be asked once for many steps, or twice for one.
+    "never": none of this. `served` is told the tokens of many steps at once.
+
     A class speaks for itself only: one that is derived from it says it anew, or it is "never"."""
 
     def begin(self) -> None:

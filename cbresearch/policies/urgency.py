@@ -17,7 +17,7 @@ class Priority(Ranked):
     name = "priority"
     family = "slo"
     source = "vLLM and SGLang, priority scheduling"
-    steady = "always"
+    steady = "ranked"
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the priority."""
@@ -30,7 +30,7 @@ class EarliestDeadline(Ranked):
     name = "edf"
     family = "slo"
     source = "EDF (Liu and Layland, 1973)"
-    steady = "always"
+    steady = "ranked"
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the deadline."""

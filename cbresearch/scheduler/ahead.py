@@ -41,7 +41,11 @@ def look_ahead(
         if state.num_tokens - state.num_computed_tokens != 1 or not state.output_token_ids:
             return None
     waits = bool(scheduler._waiting or scheduler._swapped)
-    order = _repeated(scheduler) if waits else _proposed(scheduler, now)
+    order: Sequence[RequestState] | None = running
+    if waits:
+        order = _repeated(scheduler)
+    elif scheduler.steady == "ranked":
+        order = _proposed(scheduler, now)
     if order is None:
         return None
     return Stride(scheduler, foresight, order, now, waits).run(
@@ -78,7 +82,7 @@ def _repeated(scheduler: "Scheduler") -> Sequence[RequestState] | None:
     """
     draft, plan, num_submitted = scheduler._last
     if (
-        scheduler.steady != "always"
+        scheduler.steady == "alone"
         or plan is None
         or num_submitted != scheduler.num_submitted
         or draft.has_vacated

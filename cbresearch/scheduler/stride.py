@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate
 from math import inf
+from operator import sub
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cbresearch.blocks import BlockManager
@@ -21,8 +22,11 @@ _NEVER = 1 << 62
 class Foresight(Protocol):
     """What an executor has to know beforehand so that steps can be taken at once."""
 
-    def ending(self, request: Request) -> tuple[int, str]:
-        """Return the number of output tokens of a request, and the reason for which it ends there."""
+    def num_left(self, states: Sequence[RequestState]) -> list[int]:
+        """Return how many output tokens requests still get."""
+
+    def reason(self, state: RequestState) -> str:
+        """Return the reason for which a request ends that has all its output tokens."""
 
     def tokens(self, request_id: str, first: int, number: int) -> Sequence[int]:
         """Return output tokens of a request.
@@ -74,24 +78,25 @@ class Stride:
         self.first_step = scheduler._step
         cache = self.blocks.config
         self.size = cache.block_size
+        self.request_ids = [state.request.id for state in order]
         self.starts = [state.num_computed_tokens for state in order]
         self.seats: list[int] = [state.seat for state in order]  # type: ignore[misc]
-        ending = foresight.ending
-        self.lasts = [ending(state.request)[0] - len(state.output_token_ids) for state in order]
+        # Steps until the end of each.
+        self.lasts = foresight.num_left(order)
         self.synced = [0] * len(order)
         self.active = list(range(len(order)))
         blocks = self.blocks
         # The step before which each needs a block; what is reserved is there from the beginning.
         self.needs = (
-            [blocks.room(state.request.id) - state.num_computed_tokens for state in order]
+            list(map(sub, blocks.rooms(self.request_ids), self.starts))
             if isinstance(blocks, BlockManager)
             else []
         )
-        self.enters = [
-            place
-            for place, state in enumerate(order)
-            if cache.prefix_caching and type(state.request.prompt) is tuple
-        ]
+        self.enters = (
+            [place for place, state in enumerate(order) if type(state.request.prompt) is tuple]
+            if cache.prefix_caching
+            else []
+        )
         self.is_careful = bool(self.enters) or cache.sliding_window is not None
         kept, budget = scheduler._kept, scheduler._plan.budget - len(order)
         self.padding = (
@@ -147,7 +152,7 @@ class Stride:
             self.start,
             tuple(self.durations),
             tuple(ends),
-            tuple([state.request.id for state in order]),
+            tuple(self.request_ids),
             tuple(self.seats),
             tuple(self.starts),
             tuple([min(last, total) for last in self.lasts]),
@@ -183,13 +188,15 @@ class Stride:
         num_steps = min([lasts[place] for place in active]) - offset
         num_tokens = num_rows + len(self.padding)
         context = sum([starts[place] for place in active]) + num_rows * (offset + 1)
-        context += sum([row.context_length for row in self.padding])
+        if self.padding:
+            context += sum([row.context_length for row in self.padding])
         clock = ends[-1] if ends else self.start
         price = self.foresight.durations
         if num_steps > 8:
-            first = price(num_tokens, range(context, context + 1))[0]
-            if 0 < first < inf and (until - clock) / first < num_steps:
-                num_steps = min(num_steps, int((until - clock) / first) + 2)
+            durations = self.durations[-1:] or price(num_tokens, range(context, context + 1))
+            # A guess, so that not too many are priced; whatever it lacks is another round.
+            if 0 < durations[0] < inf and (until - clock) / durations[0] < num_steps:
+                num_steps = min(num_steps, int((until - clock) / durations[0]) + 2)
             num_steps = min(num_steps, _LONGEST_STRIDE)
         durations = price(num_tokens, range(context, context + num_steps * num_rows, num_rows))
         more = list(accumulate(durations, initial=clock))[1:]
@@ -233,7 +240,7 @@ class Stride:
                 # The last one counts.
                 needs[event % width] = event // width + size
             if len(events) <= blocks.num_free_blocks - level.num_cached_blocks:
-                self.taken += blocks.append_each([self.order[place].request.id for place in places])
+                self.taken += blocks.append_each([self.request_ids[place] for place in places])
             else:
                 self._evict_and_take(level, events)
         num_new = len(active) * (end - offset)
@@ -250,7 +257,7 @@ class Stride:
             step, place = divmod(event, width)
             if step != current:
                 num_before, current = number, step
-            self.taken += blocks.append_each((self.order[place].request.id,))
+            self.taken += blocks.append_each((self.request_ids[place],))
             if blocks.num_cached_blocks != num_cached:
                 num_cached = blocks.num_cached_blocks
                 changed = self._level(step, number + 1 - num_before, level.closed)
@@ -347,7 +354,7 @@ class Stride:
         self.needs[place] = step + self.size
         self.taken_in.append(step)
         self.taken_by.append(place)
-        self.taken += blocks.append_each((self.order[place].request.id,))
+        self.taken += blocks.append_each((self.request_ids[place],))
 
     def _level(self, offset: int, num_taken: int, closed: str | None) -> Level:
         blocks, num_rows = self.blocks, len(self.active)
@@ -381,7 +388,7 @@ class Stride:
         state.num_tokens += number
         state.scheduled_step = self.first_step + step - 1
         output = state.output_token_ids
-        output += self.foresight.tokens(state.request.id, len(output), number)
+        output += self.foresight.tokens(self.request_ids[place], len(output), number)
         state.token_times += self.ends[begun:step] if number < len(self.ends) else self.ends
         state.finish_reason = reason
         if self.scheduler._served is not None:
@@ -391,9 +398,9 @@ class Stride:
         """End requests with the step before `end`."""
         states = [self.order[place] for place in leaving]
         for place, state in zip(leaving, states, strict=True):
-            self._catch_up(place, end, self.foresight.ending(state.request)[1])
+            self._catch_up(place, end, self.foresight.reason(state))
             self.foresight.leave(state.request.id)
-        self.finished.append((end - 1, tuple([state.request.id for state in states])))
+        self.finished.append((end - 1, tuple([self.request_ids[place] for place in leaving])))
         self.done += states
         self.scheduler._finish(states)
         self.active = [place for place in self.active if self.lasts[place] > end]
