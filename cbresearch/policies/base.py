@@ -102,9 +102,9 @@ class Policy:
     """Whether steps repeat themselves, so that a simulator may take many at once; one of four words.
 
     "alone": while nobody waits and all who run decode within the token budget, each step serves them all, in
-    the order of admission. "always": besides, when requests wait, a step that decoded all who run and admitted
-    nobody is followed by its like, with the same refusals, until somebody arrives, finishes or loses its seat,
-    or the prefix cache changes: no decision turns on the time, on tokens served, or on anything that fewer free
+    the order of admission. "always": besides, when requests wait, a step that decoded all who run, admitted
+    nobody and refused nobody whom the one before did not refuse is followed by its like, until somebody arrives,
+    finishes or loses its seat, or the prefix cache changes: no decision turns on the time, on tokens served, or on anything that fewer free
     blocks could turn into an admission. "ranked": as "always", in an order of its own, in which whoever
     finishes leaves no more than a gap; `propose` may then be asked once for many steps, or twice for one.
     "never": none of this. `served` is told the tokens of many steps at once.

@@ -80,13 +80,14 @@ def _repeated(scheduler: "Scheduler") -> Sequence[RequestState] | None:
     Whoever was refused then is refused again as long as nothing is given back: running requests only take
     blocks. A sliding window gives some back at any time.
     """
-    draft, plan, num_submitted = scheduler._last
+    draft, plan, before, num_submitted = scheduler._last
     if (
         scheduler.steady == "alone"
         or plan is None
         or num_submitted != scheduler.num_submitted
-        or draft.has_vacated
-        or scheduler._plan.has_vacated
+        or draft.has_room
+        or scheduler._plan.has_room
+        or (plan.skipped and (before is None or before.skipped != plan.skipped))
         or plan.admitted
         or plan.aborted
         or plan.transfers

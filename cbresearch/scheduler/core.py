@@ -63,7 +63,7 @@ class Scheduler:
         self._plan = Draft(config.max_num_batched_tokens)
         self._served = _overridden_served(policy)
         self.steady = steadiness(policy)
-        self._last: tuple[Draft, Plan | None, int] = self._plan, None, 0
+        self._last: tuple[Draft, Plan | None, Plan | None, int] = self._plan, None, None, 0
 
     @property
     def has_work(self) -> bool:
@@ -150,7 +150,7 @@ class Scheduler:
         self._plan = Draft(self.config.max_num_batched_tokens)
         transfers = self._memory.take_transfers()
         plan = draft.plan(step, self._running, self._kept, transfers, bool(self._free_seats))
-        self._last = draft, plan, self.num_submitted
+        self._last = draft, plan, self._last[1], self.num_submitted
         return plan
 
     def wakes(self, now: float) -> float | None:
@@ -402,7 +402,7 @@ class Scheduler:
         self._vacate(state)
 
     def _vacate(self, state: RequestState) -> None:
-        self._plan.has_vacated = True
+        self._plan.has_room = True
         self._memory.release(state)
         assert state.seat is not None
         heappush(self._free_seats, state.seat)
@@ -428,6 +428,7 @@ class Scheduler:
         draft.displaced = []
 
     def _finish(self, finished: list[RequestState]) -> None:
+        self._plan.has_room = True
         for state in finished:
             state.status = RequestStatus.FINISHED
             self._memory.num_referred_tokens -= num_kept_tokens(state)

@@ -23,7 +23,7 @@ class Draft:
         "budget",
         "closed",
         "displaced",
-        "has_vacated",
+        "has_room",
         "preempted",
         "scheduled",
         "skipped",
@@ -33,7 +33,7 @@ class Draft:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.closed: str | None = None
-        self.has_vacated = False
+        self.has_room = False
         self.scheduled: dict[str, Scheduled] = {}
         self.admitted: dict[str, tuple[RequestState, int]] = {}
         self.preempted: list[RequestState] = []

@@ -370,8 +370,8 @@ class Stride:
             blocks.num_shared_blocks,
         )
 
-    def _catch_up(self, place: int, step: int, reason: str | None = None) -> None:
-        """Bring a request to where it is before a step; with a reason, it ends there."""
+    def _catch_up(self, place: int, step: int, is_last: bool = False) -> None:
+        """Bring a request to where it is before a step, which may be its end."""
         begun = self.synced[place]
         number = step - begun
         if not number:
@@ -390,16 +390,17 @@ class Stride:
         output = state.output_token_ids
         output += self.foresight.tokens(self.request_ids[place], len(output), number)
         state.token_times += self.ends[begun:step] if number < len(self.ends) else self.ends
-        state.finish_reason = reason
+        if is_last:
+            state.finish_reason = self.foresight.reason(state)
         if self.scheduler._served is not None:
             self.scheduler._served(state, number)
 
     def _finish(self, leaving: Sequence[int], end: int) -> None:
         """End requests with the step before `end`."""
         states = [self.order[place] for place in leaving]
-        for place, state in zip(leaving, states, strict=True):
-            self._catch_up(place, end, self.foresight.reason(state))
-            self.foresight.leave(state.request.id)
+        for place in leaving:
+            self._catch_up(place, end, is_last=True)
+            self.foresight.leave(self.request_ids[place])
         self.finished.append((end - 1, tuple([self.request_ids[place] for place in leaving])))
         self.done += states
         self.scheduler._finish(states)
