@@ -183,9 +183,7 @@ def stream(
     Raises:
         ValueError: A request arrives before the one that was given before it.
     """
-    _run(
-        _in_order(requests), Loop(scheduler, executor), _Passed(sink, scheduler), then, fast_forward
-    )
+    _run(_in_order(requests), Loop(scheduler, executor), _Passed(sink, scheduler), then, fast_forward)
 
 
 def _in_order(requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:

@@ -26,7 +26,13 @@ from cbresearch.simulator import CostExecutor
 from cbresearch.trace import Steps, Trace
 
 STEADY = tuple(name for name in POLICIES if steadiness(policies.get(name)) != "never")
-COSTS = (Linear(1.0), Linear(0.3, 0.01, 0.0007), Linear(0.05, 0.02), Linear(0.0, 0.1), Linear(0.7, 0, 1e-3, 0.1))
+COSTS = (
+    Linear(1.0),
+    Linear(0.3, 0.01, 0.0007),
+    Linear(0.05, 0.02),
+    Linear(0.0, 0.1),
+    Linear(0.7, 0, 1e-3, 0.1),
+)
 
 
 def workload(rng: np.random.Generator) -> list[Request]:
@@ -101,9 +107,7 @@ def run(policy: str, seed: int, fast_forward: bool) -> tuple[Trace, Scheduler]:
     cost = COSTS[int(rng.integers(len(COSTS)))]
     if rng.random() < 0.3:
         # Two more turns of whoever is first in the alphabet.
-        follows = {
-            f"{name}{turn}": f"{name}{turn}+" for name in ("r0", "r1") for turn in ("", "+")
-        }
+        follows = {f"{name}{turn}": f"{name}{turn}+" for name in ("r0", "r1") for turn in ("", "+")}
 
         def then(record):
             if record.id in follows and record.error is None:
@@ -160,7 +164,10 @@ def features(trace: Trace) -> Counter[str]:
         leaps_with_padding=sum(bool(leap.padding) for leap in leaps),
         leaps_with_cached_blocks=sum(any(level.num_cached_blocks for level in leap.levels) for leap in leaps),
         leaps_that_evict=sum(
-            any(a.num_cached_blocks > b.num_cached_blocks for a, b in zip(leap.levels, leap.levels[1:], strict=False))
+            any(
+                a.num_cached_blocks > b.num_cached_blocks
+                for a, b in zip(leap.levels, leap.levels[1:], strict=False)
+            )
             for leap in leaps
         ),
         preemptions=sum(record.num_preemptions for record in trace.served),
