@@ -289,7 +289,7 @@ def _run(
         arrival = next_arrival()
         if arrival > now and not scheduler.has_work:
             now = arrival
-        while arrival <= now:
+        while arrival <= now and (coming is not None or followers):
             if coming is not None and coming[1].arrival <= arrival:
                 place, request = coming
                 coming = next(upcoming, None)

@@ -135,11 +135,16 @@ def main() -> None:
             Request(str(place), prompt, output, arrival=arrival)
             for place, ((prompt, output), arrival) in enumerate(zip(lengths, arrivals, strict=False))
         ]
-        print(f"simulator, 2,000 Azure requests, 5 a second, vllm_v0: {rate(requests, 'vllm_v0')}", flush=True)
+        print(
+            f"simulator, 2,000 Azure requests, 5 a second, vllm_v0: {rate(requests, 'vllm_v0')}", flush=True
+        )
         stepped = rate(requests, "vllm_v0", fast_forward=False, rounds=1)
         print(f"simulator, the same, every step by itself: {stepped}", flush=True)
         whole = [entry for entry in load(path, np.random.default_rng(0)) if isinstance(entry, Request)]
-        print(f"simulator, the whole trace, its own arrivals, vllm_v0: {rate(whole, 'vllm_v0', rounds=1)}", flush=True)
+        print(
+            f"simulator, the whole trace, its own arrivals, vllm_v0: {rate(whole, 'vllm_v0', rounds=1)}",
+            flush=True,
+        )
     else:
         print(f"simulator: skipped the Azure trace, CBRESEARCH_DATA has no {TRACE}", flush=True)
     subprocess.run([sys.executable, __file__, "--long", "1000000"], check=True)

@@ -44,7 +44,8 @@ def look_ahead(
     order: Sequence[RequestState] | None = running
     if waits:
         order = _repeated(scheduler)
-    elif scheduler.steady == "ranked":
+    elif scheduler.steady == "ranked" or scheduler._served is not None:
+        # Who keeps accounts may take note of who waits when it is asked.
         order = _proposed(scheduler, now)
     if order is None:
         return None
