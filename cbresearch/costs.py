@@ -56,7 +56,7 @@ class Linear:
         return self.step + self.token * num_tokens + self.context * num_context_tokens
 
     def durations(self, num_tokens: int, num_context_tokens: range) -> list[float]:
-        """Return the seconds of consecutive steps that copy nothing, the very numbers that plans of them cost.
+        """Return the seconds of consecutive steps that copy nothing, the very numbers that their plans cost.
 
         Args:
             num_tokens: Tokens that each of them computes.

@@ -108,7 +108,7 @@ class _Known:
         """Return the reason for which a request ends that has all its output tokens."""
         return "stop" if len(state.output_token_ids) == state.request.output_length else "length"
 
-    def tokens(self, request_id: str, first: int, number: int) -> Sequence[int]:
+    def tokens(self, number: int) -> Sequence[int]:
         """Return zeros."""
         return [0] * number
 

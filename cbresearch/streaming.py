@@ -12,8 +12,8 @@ from cbresearch.trace import RequestRecord, StepRecord
 class StreamingSummary:
     """The sink of `serve.stream` that measures what `metrics` measures from a whole trace.
 
-    It keeps four numbers a request, 32 bytes, for the percentiles, and of the steps only sums. These are plain
-    sums, so that they differ from those of `metrics` in their last digits.
+    It keeps four numbers a request, 32 bytes, for the percentiles, and of the steps only sums. These are
+    plain sums, so that they differ from those of `metrics` in their last digits.
 
     Args:
         max_num_seqs: Seats.

@@ -36,6 +36,7 @@ FLOOR_PLAN: dict[str, set[str]] = {
     "serve": {"scheduler", "trace", "plan", "leap", "request", "config", "numpy", "tqdm"},
     "formulas": {"config", "numpy"},
     "metrics": {"trace", "config", "numpy", "pandas"},
+    "streaming": {"trace", "leap", "metrics"},
     "workloads": {"request", "numpy", "pandas"},
     "costs": {"config", "formulas", "trace", "plan", "numpy", "pandas"},
     "simulator": {"request", "config", "policies", "plan", "scheduler", "trace", "serve", "costs", "numpy"},

@@ -105,6 +105,10 @@ class BlockManager:
         """Return a request's block table; empty if it holds nothing on the device."""
         return tuple(self._tables.get(request_id, ()))
 
+    def holds(self, request_id: str) -> bool:
+        """Return whether a request holds blocks on the device."""
+        return request_id in self._tables
+
     def num_private_blocks(self, request_id: str) -> int:
         """Return how many blocks would be free if a request gave back its own."""
         return sum(block != NULL_BLOCK and self._ref_counts[block] == 1 for block in self._tables[request_id])
@@ -356,15 +360,18 @@ class BlockManager:
                 f"request {request_id!r} holds no blocks; it was never allocated or already freed"
             )
         self._prefixes.drop(request_id)
-        if not (self.config.prefix_caching or self._num_extra_references or self._host.twin_of):
+        blocks = [block for block in reversed(table) if block != NULL_BLOCK]
+        counts = self._ref_counts
+        is_plain = not (self.config.prefix_caching or self._num_extra_references or self._host.twin_of)
+        if is_plain and sum([counts[block] for block in blocks]) == len(blocks):
             # Nothing is cached, shared or there twice: the blocks go back as they are.
-            table.reverse()
-            self._give_back([block for block in table if block != NULL_BLOCK])
+            for block in blocks:
+                counts[block] = 0
+            self._free += blocks
             return
         # The tail first: it is evicted before the head, without which it could not be reached.
-        for block in reversed(table):
-            if block != NULL_BLOCK:
-                self._release(block)
+        for block in blocks:
+            self._release(block)
 
     def _at_most(self, num_blocks: int) -> int:
         """Return how many of the blocks that a request needs it holds at once, its window considered."""
@@ -394,14 +401,6 @@ class BlockManager:
         for block in added:
             self._ref_counts[block] = 1
         return added
-
-    def _give_back(self, blocks: list[int]) -> None:
-        ref_counts = self._ref_counts
-        for block in blocks:
-            if ref_counts[block] != 1:
-                raise ValueError(f"block {block} is free already")
-            ref_counts[block] = 0
-        self._free += blocks
 
     def _release(self, block: int) -> None:
         count = self._ref_counts[block]

@@ -103,13 +103,13 @@ class Policy:
 
     "alone": while nobody waits and all who run decode within the token budget, each step serves them all, in
     the order of admission. "always": besides, when requests wait, a step that decoded all who run, admitted
-    nobody and refused nobody whom the one before did not refuse is followed by its like, until somebody arrives,
-    finishes or loses its seat, or the prefix cache changes: no decision turns on the time, on tokens served, or on anything that fewer free
-    blocks could turn into an admission. "ranked": as "always", in an order of its own, in which whoever
-    finishes leaves no more than a gap. "never": none of this.
+    nobody and refused nobody whom the one before did not refuse is followed by its like, until somebody
+    arrives, finishes or loses its seat, or the prefix cache changes: no decision turns on the time, on tokens
+    served, or on anything that fewer free blocks could turn into an admission. "ranked": as "always", in an
+    order of its own, in which whoever finishes leaves no more than a gap. "never": none of this.
 
-    `propose` is then asked once for many steps, or twice for one, or not at all, unless `served` is overridden;
-    that one is told the tokens of many steps at once.
+    `propose` is then asked once for many steps, or twice for one, or not at all, unless `served` is
+    overridden; that one is told the tokens of many steps at once.
 
     A class speaks for itself only: one that is derived from it says it anew, or it is "never"."""
 

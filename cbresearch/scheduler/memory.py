@@ -32,6 +32,8 @@ class Memory:
         """
         blocks, size = self.blocks, self.blocks.config.block_size
         matched = blocks.match(state.token_ids, extra_of(state.request))
+        if not matched and sibling is None:
+            return blocks.can_allocate(state.id, state.num_tokens)
         num_cached = len(matched) * size
         # Its last prompt token is computed again, since the answer begins with that one's logits.
         forked = state.num_prompt_tokens - 1
@@ -84,7 +86,7 @@ class Memory:
 
     def release(self, state: RequestState) -> None:
         """Give back a request's blocks, if it holds any."""
-        if self.blocks.table(state.id):
+        if self.blocks.holds(state.id):
             self.blocks.free(state.id)
 
     def settle(self, state: RequestState, start: int) -> None:

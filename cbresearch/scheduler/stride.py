@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from cbresearch.blocks import BlockManager
 from cbresearch.leap import Leap, Level
 from cbresearch.plan import Padding, Skipped
-from cbresearch.request import Request, RequestState
+from cbresearch.request import RequestState
 
 if TYPE_CHECKING:
     from cbresearch.scheduler.core import Scheduler
@@ -28,14 +28,8 @@ class Foresight(Protocol):
     def reason(self, state: RequestState) -> str:
         """Return the reason for which a request ends that has all its output tokens."""
 
-    def tokens(self, request_id: str, first: int, number: int) -> Sequence[int]:
-        """Return output tokens of a request.
-
-        Args:
-            request_id: Whose.
-            first: Tokens before them.
-            number: How many.
-        """
+    def tokens(self, number: int) -> Sequence[int]:
+        """Return so many output tokens; they are the same for everyone."""
 
     def durations(self, num_tokens: int, num_context_tokens: range) -> Sequence[float]:
         """Return the seconds of consecutive steps that copy nothing.
@@ -120,7 +114,7 @@ class Stride:
 
     def run(self, until: float, passes_finishes: bool) -> Ahead | None:
         """Take the steps."""
-        scheduler, order, ends = self.scheduler, self.order, self.ends
+        scheduler, ends = self.scheduler, self.ends
         closed, skipped = self._refusals()
         while True:
             offset, active = len(ends), self.active
@@ -142,8 +136,7 @@ class Stride:
         total = len(ends)
         if not total:
             return None
-        for place in self.active:
-            self._catch_up(place, total)
+        self._catch_up_all(total)
         scheduler._step += total
         if not self.waits:
             scheduler._was_refused = False
@@ -233,12 +226,12 @@ class Stride:
         self.levels.append(level)
         if events:
             assert isinstance(blocks, BlockManager)
-            self.taken_in += [event // width for event in events]
-            places = [event % width for event in events]
+            steps, places = [event // width for event in events], [event % width for event in events]
+            self.taken_in += steps
             self.taken_by += places
-            for event in events:
+            for step, place in zip(steps, places, strict=True):
                 # The last one counts.
-                needs[event % width] = event // width + size
+                needs[place] = step + size
             if len(events) <= blocks.num_free_blocks - level.num_cached_blocks:
                 self.taken += blocks.append_each([self.request_ids[place] for place in places])
             else:
@@ -250,7 +243,7 @@ class Stride:
 
     def _evict_and_take(self, level: Level, events: Sequence[int]) -> None:
         """Take blocks, some of which hold cached prefixes until then."""
-        blocks, width, levels = self.blocks, len(self.order), self.levels
+        blocks, width = self.blocks, len(self.order)
         assert isinstance(blocks, BlockManager)
         num_cached, num_before, current = level.num_cached_blocks, 0, -1
         for number, event in enumerate(events):
@@ -341,7 +334,7 @@ class Stride:
         if window is None:
             return [_NEVER] * len(self.starts)
         seen = window - 1 + self.memory.num_repeated
-        # A block is lost with each token count that is a positive multiple of the block size beyond what is seen.
+        # One is lost with each token count that is a positive multiple of the block size beyond what is seen.
         counts = [max(start + offset + 1 - seen, 1) for start in self.starts]
         return [
             -(-count // self.size) * self.size + seen - start - 1
@@ -387,13 +380,29 @@ class Stride:
             state.num_covered_tokens = end
         state.num_tokens += number
         state.scheduled_step = self.first_step + step - 1
-        output = state.output_token_ids
-        output += self.foresight.tokens(self.request_ids[place], len(output), number)
+        state.output_token_ids += self.foresight.tokens(number)
         state.token_times += self.ends[begun:step] if number < len(self.ends) else self.ends
         if is_last:
             state.finish_reason = self.foresight.reason(state)
         if self.scheduler._served is not None:
             self.scheduler._served(state, number)
+
+    def _catch_up_all(self, total: int) -> None:
+        """Bring everyone who still runs to the end."""
+        ends, synced, order, last = self.ends, self.synced, self.order, self.first_step + total - 1
+        tokens, is_told = self.foresight.tokens(total), self.scheduler._served is not None
+        for place in self.active:
+            state = order[place]
+            start = state.num_computed_tokens
+            if synced[place] or is_told or start < state.num_covered_tokens:
+                self._catch_up(place, total)
+                continue
+            # Most are as they were at the beginning: what they gain is the same for all.
+            state.num_computed_tokens = state.num_covered_tokens = start + total
+            state.num_tokens += total
+            state.scheduled_step = last
+            state.output_token_ids.extend(tokens)
+            state.token_times.extend(ends)
 
     def _finish(self, leaving: Sequence[int], end: int) -> None:
         """End requests with the step before `end`."""
