@@ -2,8 +2,6 @@
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate
-from math import inf
 from operator import sub
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -11,11 +9,11 @@ from cbresearch.blocks import BlockManager
 from cbresearch.leap import Leap, Level
 from cbresearch.plan import Padding, Skipped
 from cbresearch.request import RequestState
+from cbresearch.scheduler.forecast import forecast
 
 if TYPE_CHECKING:
     from cbresearch.scheduler.core import Scheduler
 
-_LONGEST_STRIDE = 4096
 _NEVER = 1 << 62
 
 
@@ -103,7 +101,6 @@ class Stride:
             else ()
         )
         self.num_held_tokens = self.memory.num_held_tokens(scheduler._running, are_all=not kept)
-        self.durations: list[float] = []
         self.ends: list[float] = []
         self.taken_in: list[int] = []
         self.taken_by: list[int] = []
@@ -114,26 +111,36 @@ class Stride:
 
     def run(self, until: float, passes_finishes: bool) -> Ahead | None:
         """Take the steps."""
-        scheduler, ends = self.scheduler, self.ends
+        scheduler, blocks = self.scheduler, self.blocks
+        most = (blocks.num_free_blocks // len(self.order) + 2) * self.size if self.needs else _NEVER
+        durations, ends, segments = forecast(
+            self.foresight.durations,
+            self.starts,
+            self.lasts,
+            [row.context_length for row in self.padding] if self.padding else (),
+            self.start,
+            until,
+            passes_finishes,
+            most,
+        )
+        self.ends = ends
         closed, skipped = self._refusals()
-        while True:
-            offset, active = len(ends), self.active
-            num_steps = self._price(until)
-            wanted = num_steps
-            if num_steps:
-                num_steps = self._take(offset, num_steps, closed)
-            if num_steps < wanted:
-                del ends[offset + num_steps :], self.durations[offset + num_steps :]
-            end = offset + num_steps
-            leaving = [place for place in active if self.lasts[place] == end] if num_steps else []
+        events = [] if self.is_careful else self._takings(len(ends))
+        total = 0
+        for end, leaving in segments:
+            if self.is_careful:
+                taken = self._take_carefully(total, end, closed)
+            else:
+                taken = self._take(total, end, closed, events)
+            total += taken
+            if total < end:
+                break
             if leaving:
                 self._finish(leaving, end)
-                if not passes_finishes or not self.active:
-                    break
-                closed, skipped = self._refusals()
-            if not num_steps or num_steps < wanted or ends[-1] >= until:
-                break
-        total = len(ends)
+                if self.active:
+                    closed, skipped = self._refusals()
+        if total < len(ends):
+            del ends[total:], durations[total:]
         if not total:
             return None
         self._catch_up_all(total)
@@ -143,7 +150,7 @@ class Stride:
         leap = Leap(
             self.first_step,
             self.start,
-            tuple(self.durations),
+            tuple(durations),
             tuple(ends),
             tuple(self.request_ids),
             tuple(self.seats),
@@ -158,8 +165,8 @@ class Stride:
             skipped,
             len(scheduler._waiting) + len(scheduler._swapped),
             len(scheduler._swapped),
-            self.blocks.num_held_host_blocks,
-            self.blocks.num_blocks,
+            blocks.num_held_host_blocks,
+            blocks.num_blocks,
         )
         return Ahead(leap, tuple(self.done))
 
@@ -174,69 +181,42 @@ class Stride:
             return "budget", ()
         return None if scheduler._free_seats else "seats", ()
 
-    def _price(self, until: float) -> int:
-        """Return how many steps there are until somebody is done or arrives, with their times noted."""
-        ends, active, starts, lasts = self.ends, self.active, self.starts, self.lasts
-        offset, num_rows = len(ends), len(active)
-        num_steps = min([lasts[place] for place in active]) - offset
-        num_tokens = num_rows + len(self.padding)
-        context = sum([starts[place] for place in active]) + num_rows * (offset + 1)
-        if self.padding:
-            context += sum([row.context_length for row in self.padding])
-        clock = ends[-1] if ends else self.start
-        price = self.foresight.durations
-        if num_steps > 8:
-            durations = self.durations[-1:] or price(num_tokens, range(context, context + 1))
-            # A guess, so that not too many are priced; whatever it lacks is another round.
-            if 0 < durations[0] < inf and (until - clock) / durations[0] < num_steps:
-                num_steps = min(num_steps, int((until - clock) / durations[0]) + 2)
-            num_steps = min(num_steps, _LONGEST_STRIDE)
-        durations = price(num_tokens, range(context, context + num_steps * num_rows, num_rows))
-        more = list(accumulate(durations, initial=clock))[1:]
-        if not min(durations) >= 0 or not more[-1] < inf:
-            # The step that takes no sensible time is refused when it is taken by itself.
-            return 0
-        if more[-1] >= until:
-            num_steps = bisect_left(more, until) + 1
-            more, durations = more[:num_steps], durations[:num_steps]
-        ends += more
-        self.durations += durations
-        return num_steps
+    def _takings(self, num_steps: int) -> list[int]:
+        """Return step · rows + row for each block that a row needs before a step, in order."""
+        width, size = len(self.order), self.size
+        takings: list[int] = []
+        for place, (step, last) in enumerate(zip(self.needs, self.lasts, strict=False)):
+            end = min(last, num_steps)
+            if step < end:
+                takings += range(step * width + place, end * width, size * width)
+        takings.sort()
+        return takings
 
-    def _take(self, offset: int, num_steps: int, closed: str | None) -> int:
-        """Give the rows their blocks; return for how many steps they suffice."""
-        blocks, needs, size, end = self.blocks, self.needs, self.size, offset + num_steps
-        if self.is_careful:
-            return self._take_carefully(offset, end, closed)
-        active, width = self.active, len(self.order)
-        events: list[int] = []
-        if needs:
-            for place in active:
-                step = needs[place]
-                if step < end:
-                    events += range(step * width + place, end * width, size * width)
-            events.sort()
+    def _take(self, offset: int, end: int, closed: str | None, takings: Sequence[int]) -> int:
+        """Give the rows the blocks that they need in some steps; return for how many steps they suffice."""
+        blocks, width = self.blocks, len(self.order)
+        first, last = len(self.taken), bisect_left(takings, end * width)
+        if last > first:
             num_spare = blocks.num_free_blocks - (blocks.num_cached_blocks if self.waits else 0)
-            if len(events) > num_spare:
-                end = events[num_spare] // width
-                events = [event for event in events if event < end * width]
+            if last - first > num_spare:
+                end = takings[first + num_spare] // width
+                last = bisect_left(takings, end * width)
         if end == offset:
             return 0
         level = self._level(offset, 0, closed)
         self.levels.append(level)
-        if events:
+        if last > first:
             assert isinstance(blocks, BlockManager)
-            steps, places = [event // width for event in events], [event % width for event in events]
-            self.taken_in += steps
+            now = takings[first:last]
+            places = [taking % width for taking in now]
+            self.taken_in += [taking // width for taking in now]
             self.taken_by += places
-            for step, place in zip(steps, places, strict=True):
-                # The last one counts.
-                needs[place] = step + size
-            if len(events) <= blocks.num_free_blocks - level.num_cached_blocks:
-                self.taken += blocks.append_each([self.request_ids[place] for place in places])
+            if last - first <= blocks.num_free_blocks - level.num_cached_blocks:
+                ids = self.request_ids
+                self.taken += blocks.append_each([ids[place] for place in places])
             else:
-                self._evict_and_take(level, events)
-        num_new = len(active) * (end - offset)
+                self._evict_and_take(level, now)
+        num_new = len(self.active) * (end - offset)
         self.memory.num_referred_tokens += num_new
         self.num_held_tokens += num_new
         return end - offset
