@@ -3,6 +3,7 @@
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise, repeat
 from typing import NamedTuple
 
 from cbresearch.plan import Padding, Plan, Scheduled, Skipped
@@ -127,20 +128,25 @@ class Leap:
         """Return the level that a step is on."""
         return self.levels[bisect_right(self.levels, offset, key=lambda level: level.offset) - 1]
 
+    def num_rows(self) -> Iterator[int]:
+        """Yield how many requests each step serves."""
+        bounds = [*(level.offset for level in self.levels), len(self)]
+        for level, (begin, end) in zip(self.levels, pairwise(bounds), strict=True):
+            yield from repeat(level.num_rows, end - begin)
+
     def states(self) -> Iterator[StepState]:
         """Yield what the scheduler holds, a step at a time."""
-        place, taken = 0, 0
-        for number, level in enumerate(self.levels):
-            last = number + 1 == len(self.levels)
-            end = len(self) if last else self.levels[number + 1].offset
-            taken = bisect_left(self.taken_in, level.offset)
-            for offset in range(level.offset, end):
+        place = 0
+        bounds = [*(level.offset for level in self.levels), len(self)]
+        for level, (begin, end) in zip(self.levels, pairwise(bounds), strict=True):
+            taken = place = bisect_left(self.taken_in, begin, lo=place)
+            for offset in range(begin, end):
                 place = bisect_right(self.taken_in, offset, lo=place)
                 held, external = level.num_held_blocks + place - taken, level.num_external_blocks
                 yield StepState(
                     level.num_rows,
                     held,
-                    level.num_held_tokens + (offset - level.offset) * level.num_rows,
+                    level.num_held_tokens + (offset - begin) * level.num_rows,
                     level.num_cached_blocks,
                     self.num_blocks - held - level.num_cached_blocks if external is None else external,
                     level.num_shared_blocks,

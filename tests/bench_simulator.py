@@ -63,13 +63,13 @@ def rate(requests: list[Request], policy: str, *, fast_forward: bool = True, rou
     wall, cpu = min(seconds)[0], min(both[1] for both in seconds)
     return (
         f"{len(requests) / wall:,.0f} requests/s of wall time ({len(requests) / cpu:,.0f} of CPU time), "
-        f"{num_steps:,} steps, {len(requests) / wall / VIDUR[1]:.0f}x to {len(requests) / wall / VIDUR[0]:.0f}x "
-        f"of {VIDUR[0]} to {VIDUR[1]}"
+        f"{num_steps:,} steps; {len(requests) / wall / VIDUR[1]:.1f}x to {len(requests) / wall / VIDUR[0]:.1f}x "
+        f"{VIDUR[0]} to {VIDUR[1]}"
     )
 
 
 def lognormal_requests(number: int, arrivals_per_s: float) -> Iterator[Request]:
-    """Yield requests of lognormal lengths (means 64 and 32 tokens) at random times, a block of draws at a time."""
+    """Yield requests of lognormal lengths (means 64 and 32 tokens) that arrive at random times."""
     rng, now, place = np.random.default_rng(0), 0.0, 0
     while place < number:
         size = min(10_000, number - place)
@@ -84,7 +84,7 @@ def lognormal_requests(number: int, arrivals_per_s: float) -> Iterator[Request]:
 
 def long_run(number: int, share: float = 0.8, num_seqs: int = 16) -> None:
     """Stream many requests and print time and memory on the way."""
-    # A step of full seats serves one request's share of a prompt too; who decodes attends to prompt and output.
+    # A step of full seats serves its share of prompts too; who decodes attends to prompt and output.
     mean_prompt, mean_output = 64, 32
     tokens_per_step = num_seqs + num_seqs * mean_prompt / mean_output
     step = COST.seconds(tokens_per_step, num_seqs * (mean_prompt + mean_output))
@@ -115,8 +115,8 @@ def long_run(number: int, share: float = 0.8, num_seqs: int = 16) -> None:
     stream(watched(), Scheduler(get("fcfs"), limits, cache, COST.seconds), CostExecutor(COST), sink)
     figures = sink.summary()
     print(
-        f"long run: load {share} of {capacity:.1f} requests/s, {num_seqs} slots: {sink.num_finished:,} finished in "
-        f"{sink.num_steps:,} steps, mean occupancy {figures['occupancy_rows']:.2f}, TTFT p99 "
+        f"long run: load {share} of {capacity:.1f} requests/s, {num_seqs} slots: {sink.num_finished:,} finished "
+        f"in {sink.num_steps:,} steps, mean occupancy {figures['occupancy_rows']:.2f}, TTFT p99 "
         f"{figures['ttft_p99_s']:.3f} s",
         flush=True,
     )

@@ -14,7 +14,7 @@ import numpy as np
 from fuzz_policies import POLICIES
 from tqdm.auto import tqdm
 
-from cbresearch import policies
+from cbresearch import metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.policies.base import steadiness
@@ -142,6 +142,10 @@ def differences(policy: str, seed: int) -> tuple[list[str], Trace]:
                 found.append(f"request {one.id}, {field.name}")
     if stepped != leapt or leapt != stepped:
         found.append("the traces are unequal")
+    if metrics.summary(stepped) != metrics.summary(leapt):
+        found.append("the metrics differ")
+    if [*stepped.memory()] != [*leapt.memory()]:
+        found.append("the memory use differs")
     if vars(scheduler.blocks).get("_free") != vars(other.blocks).get("_free"):
         found.append("the free blocks lie in another order")
     if getattr(scheduler.blocks, "cached_block_ids", ()) != getattr(other.blocks, "cached_block_ids", ()):

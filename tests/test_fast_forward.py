@@ -1,4 +1,4 @@
-"""Steps taken at once are the steps taken one by one; `python tests/fuzz_fast_forward.py 500` does it at length."""
+"""Steps taken at once are those taken one by one; `python tests/fuzz_fast_forward.py 500` says it at length."""
 
 import math
 import os

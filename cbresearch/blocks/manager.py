@@ -360,10 +360,11 @@ class BlockManager:
                 f"request {request_id!r} holds no blocks; it was never allocated or already freed"
             )
         self._prefixes.drop(request_id)
-        blocks = [block for block in reversed(table) if block != NULL_BLOCK]
+        table.reverse()
+        blocks = table if self.config.sliding_window is None else [block for block in table if block >= 0]
         counts = self._ref_counts
         is_plain = not (self.config.prefix_caching or self._num_extra_references or self._host.twin_of)
-        if is_plain and sum([counts[block] for block in blocks]) == len(blocks):
+        if is_plain and sum(map(counts.__getitem__, blocks)) == len(blocks):
             # Nothing is cached, shared or there twice: the blocks go back as they are.
             for block in blocks:
                 counts[block] = 0

@@ -53,10 +53,11 @@ class Draft:
         """Return the plan, with a row for each kept request that the budget still takes."""
         if len(self.scheduled) < len(running):
             reason = "policy" if self.budget else "budget"
-            scheduled, skipped = self.scheduled, self.skipped
-            for request_id in [state.request.id for state in running]:
-                if request_id not in scheduled and request_id not in skipped:
-                    skipped[request_id] = reason
+            unserved = dict.fromkeys([state.request.id for state in running], reason)
+            for named in (self.scheduled, self.skipped):
+                for request_id in named:
+                    unserved.pop(request_id, None)
+            self.skipped.update(unserved)
         closed = self.closed
         if not self.budget:
             closed = "budget"

@@ -1,8 +1,9 @@
 """The steps of a run, those that were taken at once kept as such."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate, islice
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate, islice, repeat
 from typing import overload
 
 from cbresearch.leap import Leap, StepState
@@ -77,6 +78,54 @@ class Steps(Sequence[StepRecord]):
             else:
                 yield part
                 begin += 1
+
+
+def column(steps: Iterable[StepRecord], name: str) -> list[float]:
+    """Return one number a step, the same that the records give, without spelling out the steps of leaps.
+
+    Args:
+        steps: Step records, `Steps` or any other.
+        name: "duration", "num_scheduled", "num_padding", "num_prefill_tokens", "num_decode_tokens",
+            "num_held_blocks", "num_held_tokens", or a kind of transfer: "copy", "swap_out", "swap_in".
+    """
+    of_record, of_leap = _COLUMNS[name]
+    values: list[float] = []
+    for part in steps.parts if isinstance(steps, Steps) else steps:
+        if isinstance(part, Leap):
+            values += of_leap(part)
+        else:
+            values.append(of_record(part))
+    return values
+
+
+def _num_transfers(kind: str, step: StepRecord) -> int:
+    return step.plan.num_transfers(kind)
+
+
+_Column = tuple[Callable[[StepRecord], float], Callable[[Leap], Iterable[float]]]
+
+_COLUMNS: Mapping[str, _Column] = {
+    "duration": (lambda step: step.duration, lambda leap: leap.durations),
+    "num_scheduled": (lambda step: len(step.plan.scheduled), lambda leap: leap.num_rows()),
+    "num_padding": (
+        lambda step: len(step.plan.padding),
+        lambda leap: repeat(len(leap.padding), len(leap)),
+    ),
+    "num_prefill_tokens": (lambda step: step.plan.num_prefill_tokens, lambda leap: repeat(0, len(leap))),
+    "num_decode_tokens": (lambda step: step.plan.num_decode_tokens, lambda leap: leap.num_rows()),
+    "num_held_blocks": (
+        lambda step: step.num_held_blocks,
+        lambda leap: (state.num_held_blocks for state in leap.states()),
+    ),
+    "num_held_tokens": (
+        lambda step: step.num_held_tokens,
+        lambda leap: (state.num_held_tokens for state in leap.states()),
+    ),
+    **{
+        kind: (partial(_num_transfers, kind), lambda leap: repeat(0, len(leap)))
+        for kind in ("copy", "swap_out", "swap_in")
+    },
+}
 
 
 def expand(leap: Leap) -> Iterator[StepRecord]:
