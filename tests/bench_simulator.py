@@ -63,8 +63,8 @@ def rate(requests: list[Request], policy: str, *, fast_forward: bool = True, rou
     wall, cpu = min(seconds)[0], min(both[1] for both in seconds)
     return (
         f"{len(requests) / wall:,.0f} requests/s of wall time ({len(requests) / cpu:,.0f} of CPU time), "
-        f"{num_steps:,} steps; {len(requests) / wall / VIDUR[1]:.1f}x to {len(requests) / wall / VIDUR[0]:.1f}x "
-        f"{VIDUR[0]} to {VIDUR[1]}"
+        f"{num_steps:,} steps; {len(requests) / wall / VIDUR[1]:.1f}x to "
+        f"{len(requests) / wall / VIDUR[0]:.1f}x {VIDUR[0]} to {VIDUR[1]}"
     )
 
 
@@ -115,8 +115,8 @@ def long_run(number: int, share: float = 0.8, num_seqs: int = 16) -> None:
     stream(watched(), Scheduler(get("fcfs"), limits, cache, COST.seconds), CostExecutor(COST), sink)
     figures = sink.summary()
     print(
-        f"long run: load {share} of {capacity:.1f} requests/s, {num_seqs} slots: {sink.num_finished:,} finished "
-        f"in {sink.num_steps:,} steps, mean occupancy {figures['occupancy_rows']:.2f}, TTFT p99 "
+        f"long run: load {share} of {capacity:.1f} requests/s, {num_seqs} slots: {sink.num_finished:,} "
+        f"finished in {sink.num_steps:,} steps, mean occupancy {figures['occupancy_rows']:.2f}, TTFT p99 "
         f"{figures['ttft_p99_s']:.3f} s",
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""Steps taken at once are those taken one by one; `python tests/fuzz_fast_forward.py 500` says it at length."""
+"""Steps taken at once are those taken one by one; `tests/fuzz_fast_forward.py` says it at length."""
 
 import math
 import os

@@ -189,13 +189,9 @@ class BlockManager:
         return [len(tables[request_id]) * size for request_id in request_ids]
 
     def append_each(self, request_ids: Sequence[str]) -> list[int]:
-        """Grow tables by one block each, in order, as `allocate` would; as many have to be free.
+        """Grow requests' tables by one block each, in order, as `allocate` would, and return the blocks.
 
-        Args:
-            request_ids: Whose tables; one may be named several times.
-
-        Returns:
-            The blocks, in that order.
+        As many have to be free. A request may be named several times.
         """
         if len(request_ids) > len(self._free):
             self._evict(len(request_ids))

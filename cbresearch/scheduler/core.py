@@ -61,7 +61,8 @@ class Scheduler:
         self._was_refused = False
         self._view = LiveView(self)
         self._plan = Draft(config.max_num_batched_tokens)
-        self._served = _overridden_served(policy)
+        # The base's does nothing, and would be a call for each token.
+        self._served = policy.served if type(policy).served is not Policy.served else None
         self.steady = steadiness(policy)
         self._last: tuple[Draft, Plan | None, Plan | None, int] = self._plan, None, None, 0
 
@@ -444,8 +445,3 @@ class Scheduler:
             self._vacate(state)
         if not self._running:
             self._kept = []
-
-
-def _overridden_served(policy: Policy) -> Callable[[RequestState, int], None] | None:
-    """Return the policy's `served` unless it is the base's, which does nothing: it is a call per token."""
-    return policy.served if type(policy).served is not Policy.served else None
