@@ -41,37 +41,38 @@ class CostExecutor:
         self.cost = cost
         self._outputs = outputs or {}
         self._errors = errors or {}
-        self._requests: dict[str, Request] = {}
+        # Of who runs: the prompt's length, the output's if it is known, and the most that it can be.
+        self._lengths: dict[str, tuple[int, int | None, int]] = {}
 
     def check(self, request: Request) -> None:
         """Accept every request: a length is enough here."""
 
     def execute(self, plan: Plan) -> StepResult:
         """Return the step's predicted duration and a token for each entry that samples."""
-        requests, outputs = self._requests, self._outputs
+        lengths, outputs = self._lengths, self._outputs
         for request_id in plan.aborted:
-            requests.pop(request_id, None)
-        for admission in plan.admitted:
-            requests[admission.request.id] = admission.request
+            lengths.pop(request_id, None)
+        for request, _, _ in plan.admitted:
+            lengths[request.id] = request.num_prompt_tokens, request.output_length, request.max_tokens
         tokens, stopped, failed = {}, [], {}
         for entry in plan.scheduled:
             if not entry.samples:
                 continue
             request_id = entry.request_id
-            request = requests[request_id]
+            num_prompt_tokens, output_length, max_tokens = lengths[request_id]
             # Whoever samples has all its tokens computed, those that it generated before included.
-            place = entry.start + entry.num_tokens - request.num_prompt_tokens
+            place = entry.start + entry.num_tokens - num_prompt_tokens
             known = outputs.get(request_id)
             if known is not None and place == len(known) and request_id in self._errors:
                 failed[request_id] = self._errors[request_id]
-                del requests[request_id]
+                del lengths[request_id]
                 continue
             tokens[request_id] = known[place] if known is not None else 0
-            if place + 1 == request.output_length:
+            if place + 1 == output_length:
                 stopped.append(request_id)
-                del requests[request_id]
-            elif place + 1 >= request.max_tokens:
-                del requests[request_id]
+                del lengths[request_id]
+            elif place + 1 >= max_tokens:
+                del lengths[request_id]
         return StepResult(self.cost(plan), tokens, frozenset(stopped), failed)
 
     @property
@@ -80,17 +81,19 @@ class CostExecutor:
         durations = _durations_of(self.cost)
         if durations is None or self._outputs or type(self).execute is not CostExecutor.execute:
             return None
-        return _Known(durations, self._requests)
+        return _Known(durations, self._lengths)
 
 
 class _Known:
     """What a cost executor without given outputs knows beforehand."""
 
     def __init__(
-        self, durations: Callable[[int, range], Sequence[float]], requests: dict[str, Request]
+        self,
+        durations: Callable[[int, range], Sequence[float]],
+        lengths: dict[str, tuple[int, int | None, int]],
     ) -> None:
         self.durations = durations
-        self._requests = requests
+        self._lengths = lengths
 
     def num_left(self, states: Sequence[RequestState]) -> list[int]:
         """Return how many output tokens requests still get."""
@@ -114,7 +117,7 @@ class _Known:
 
     def leave(self, request_id: str) -> None:
         """Forget a request."""
-        del self._requests[request_id]
+        del self._lengths[request_id]
 
 
 def _durations_of(cost: CostModel) -> Callable[[int, range], Sequence[float]] | None:

@@ -114,9 +114,9 @@ def test_every_metric_of_a_trace_with_leaps_is_that_of_its_steps(policy):
     assert leapt.steps_frame().equals(stepped.steps_frame())
 
 
-def test_a_long_run_of_decodes_is_priced_and_timed_in_one_piece_after_the_prompt():
+def test_a_long_answer_is_decoded_in_a_few_pieces():
     trace = simulate([Request("a", 5, 10_000)], cost=COST)
-    assert [len(leap) for leap in leaps_of(trace)] == [9_999]
+    assert len(trace.steps.parts) <= 4
     assert trace == simulate([Request("a", 5, 10_000)], cost=COST, fast_forward=False)
 
 
@@ -258,7 +258,7 @@ def test_a_stream_hands_on_what_a_trace_keeps_and_keeps_nothing(policy, fast_for
     stream(iter(requests), scheduler, executor, kept, fast_forward=fast_forward)
     assert Steps(kept.parts) == whole.steps
     assert sorted(kept.records, key=lambda record: record.arrival) == list(whole.requests)
-    assert not scheduler._states and not executor._requests
+    assert not scheduler._states and not executor._lengths
     assert scheduler.blocks.num_free_blocks == cache.num_blocks
 
 

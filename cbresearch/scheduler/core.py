@@ -12,7 +12,7 @@ from cbresearch.policies.base import steadiness
 from cbresearch.request import Request, RequestState, RequestStatus
 from cbresearch.reservation import ReservationManager
 from cbresearch.scheduler.admission import check_request, choose_losers, farthest_sibling
-from cbresearch.scheduler.draft import Draft
+from cbresearch.scheduler.draft import NEW_TUPLE, Draft
 from cbresearch.scheduler.invariants import check_scheduler, why_stuck
 from cbresearch.scheduler.memory import Memory, num_kept_tokens
 from cbresearch.scheduler.progress import take_in
@@ -264,14 +264,11 @@ class Scheduler:
         pending = state.num_tokens - start
         state.scheduled_step = self._step
         draft.budget -= num_tokens
-        draft.scheduled[state.request.id] = Scheduled(
-            state.request.id,
-            state.seat,  # type: ignore[arg-type]
-            start,
-            num_tokens,
-            pending > 1 or not state.output_token_ids,
-            num_tokens == pending,
-            new_block_ids,
+        request_id = state.request.id
+        is_prefill = pending > 1 or not state.output_token_ids
+        draft.scheduled[request_id] = NEW_TUPLE(
+            Scheduled,
+            (request_id, state.seat, start, num_tokens, is_prefill, num_tokens == pending, new_block_ids),
         )
         if self.policy.hits_at_once:
             self._memory.enter(state, start + num_tokens)

@@ -7,7 +7,7 @@ from cbresearch.plan import Admission, Padding, Plan, Scheduled, Skipped, Transf
 from cbresearch.request import RequestState
 
 # The named tuple's own constructor is a function in Python, at four times the cost.
-_NEW = tuple.__new__
+NEW_TUPLE = tuple.__new__
 
 
 class Draft:
@@ -79,6 +79,6 @@ class Draft:
             aborted=tuple(self.aborted),
             swapped=tuple(self.swapped),
             transfers=transfers,
-            skipped=tuple(map(_NEW, repeat(Skipped), self.skipped.items())) if self.skipped else (),
+            skipped=tuple(map(NEW_TUPLE, repeat(Skipped), self.skipped.items())) if self.skipped else (),
             closed=closed,
         )
