@@ -100,11 +100,11 @@ class _Known:
         return [
             (
                 request.max_tokens
-                if request.output_length is None or request.output_length > request.max_tokens
-                else request.output_length
+                if (length := (request := state.request).output_length) is None or length > request.max_tokens
+                else length
             )
             - len(state.output_token_ids)
-            for state, request in [(state, state.request) for state in states]
+            for state in states
         ]
 
     def reason(self, state: RequestState) -> str:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +28,6 @@ from cbresearch.scheduler import Scheduler
 from cbresearch.serve import stream
 from cbresearch.simulator import CostExecutor, simulate
 from cbresearch.streaming import StreamingSummary
-from cbresearch.workloads import load
 
 COST = Linear(8e-3, 20e-6, 20e-9)
 NUM_SEQS = 128
@@ -36,19 +36,23 @@ VIDUR = (225, 366)
 """Requests a second of another simulator on a machine like this one."""
 
 
-def azure(path: Path) -> list[tuple[int, int]]:
-    """Return prompt and output length of each row, in tokens."""
+def azure(path: Path) -> list[Request]:
+    """Return a request for each row, with its own arrival in seconds since the first."""
     with path.open(newline="") as file:
-        return [(int(row["ContextTokens"]), int(row["GeneratedTokens"])) for row in csv.DictReader(file)]
+        rows = list(csv.DictReader(file))
+    times = np.array([row["TIMESTAMP"] for row in rows], dtype="datetime64[ns]")
+    arrivals = ((times - times[0]) / np.timedelta64(1, "s")).tolist()
+    return [
+        Request(str(place), int(row["ContextTokens"]), int(row["GeneratedTokens"]), arrival=arrival)
+        for place, (row, arrival) in enumerate(zip(rows, arrivals, strict=True))
+    ]
 
 
 def rate(requests: list[Request], policy: str, *, fast_forward: bool = True, rounds: int = 3) -> str:
     """Return what the simulator does a second, best of some rounds."""
     seconds, num_steps = [], 0
-    # Whatever was imported is not looked through again and again.
-    gc.collect()
-    gc.freeze()
     for _ in range(rounds):
+        gc.collect()
         began = time.perf_counter(), time.process_time()
         trace = simulate(
             requests,
@@ -94,8 +98,6 @@ def long_run(number: int, share: float = 0.8, num_seqs: int = 16) -> None:
     sink = StreamingSummary(num_seqs, cache.num_blocks, cache.block_size)
     marks = {number // 4, number // 2, number}
     began = time.perf_counter(), time.process_time()
-    gc.collect()
-    gc.freeze()
 
     def watched() -> Iterator[Request]:
         with tqdm(total=number, desc="a long run", unit="request") as bar:
@@ -129,20 +131,19 @@ def main() -> None:
         return
     path = Path(os.environ.get("CBRESEARCH_DATA", "")) / TRACE
     if path.is_file():
-        lengths = azure(path)
+        whole = azure(path)
         arrivals = np.random.default_rng(0).exponential(1 / 5, 2000).cumsum().tolist()
         requests = [
-            Request(str(place), prompt, output, arrival=arrival)
-            for place, ((prompt, output), arrival) in enumerate(zip(lengths, arrivals, strict=False))
+            replace(request, arrival=arrival) for request, arrival in zip(whole, arrivals, strict=False)
         ]
         print(
             f"simulator, 2,000 Azure requests, 5 a second, vllm_v0: {rate(requests, 'vllm_v0')}", flush=True
         )
         stepped = rate(requests, "vllm_v0", fast_forward=False, rounds=1)
         print(f"simulator, the same, every step by itself: {stepped}", flush=True)
-        whole = [entry for entry in load(path, np.random.default_rng(0)) if isinstance(entry, Request)]
         print(
-            f"simulator, the whole trace, its own arrivals, vllm_v0: {rate(whole, 'vllm_v0', rounds=1)}",
+            f"simulator, the whole trace of {len(whole):,}, its own arrivals, vllm_v0: "
+            f"{rate(whole, 'vllm_v0', rounds=1)}",
             flush=True,
         )
     else:

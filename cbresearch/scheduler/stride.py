@@ -155,7 +155,7 @@ class Stride:
             tuple(self.request_ids),
             tuple(self.seats),
             tuple(self.starts),
-            tuple([min(last, total) for last in self.lasts]),
+            tuple([last if last < total else total for last in self.lasts]),
             tuple(self.taken_in),
             tuple(self.taken_by),
             tuple(self.taken),
@@ -186,7 +186,7 @@ class Stride:
         width, size = len(self.order), self.size
         takings: list[int] = []
         for place, (step, last) in enumerate(zip(self.needs, self.lasts, strict=False)):
-            end = min(last, num_steps)
+            end = last if last < num_steps else num_steps
             if step < end:
                 takings += range(step * width + place, end * width, size * width)
         takings.sort()
