@@ -134,6 +134,12 @@ class Leap:
         for level, (begin, end) in zip(self.levels, pairwise(bounds), strict=True):
             yield from repeat(level.num_rows, end - begin)
 
+    def state(self, offset: int) -> StepState:
+        """Return what the scheduler holds in one step."""
+        level = self.level(offset)
+        begin = bisect_left(self.taken_in, level.offset)
+        return self._state(level, offset, bisect_right(self.taken_in, offset, lo=begin) - begin)
+
     def states(self) -> Iterator[StepState]:
         """Yield what the scheduler holds, a step at a time."""
         place = 0
@@ -142,12 +148,15 @@ class Leap:
             taken = place = bisect_left(self.taken_in, begin, lo=place)
             for offset in range(begin, end):
                 place = bisect_right(self.taken_in, offset, lo=place)
-                held, external = level.num_held_blocks + place - taken, level.num_external_blocks
-                yield StepState(
-                    level.num_rows,
-                    held,
-                    level.num_held_tokens + (offset - begin) * level.num_rows,
-                    level.num_cached_blocks,
-                    self.num_blocks - held - level.num_cached_blocks if external is None else external,
-                    level.num_shared_blocks,
-                )
+                yield self._state(level, offset, place - taken)
+
+    def _state(self, level: Level, offset: int, num_taken: int) -> StepState:
+        held, external = level.num_held_blocks + num_taken, level.num_external_blocks
+        return StepState(
+            level.num_rows,
+            held,
+            level.num_held_tokens + (offset - level.offset) * level.num_rows,
+            level.num_cached_blocks,
+            self.num_blocks - held - level.num_cached_blocks if external is None else external,
+            level.num_shared_blocks,
+        )

@@ -46,7 +46,7 @@ class Steps(Sequence[StepRecord]):
         if not isinstance(part, Leap):
             return part
         offset = place - (self._ends[number - 1] if number else 0)
-        return _record(part, offset, next(islice(part.states(), offset, None)))
+        return _record(part, offset, part.state(offset))
 
     def __iter__(self) -> Iterator[StepRecord]:
         for part in self.parts:
