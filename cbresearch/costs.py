@@ -12,7 +12,10 @@ from cbresearch.trace import Trace
 
 
 class CostModel(Protocol):
-    """Something that predicts a step's duration in seconds."""
+    """Something that predicts a step's duration in seconds.
+
+    One that also has `durations`, as `Linear` does, lets the simulator take many steps at once.
+    """
 
     def __call__(self, plan: Plan) -> float:
         """Return the seconds that the plan takes."""

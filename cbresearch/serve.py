@@ -15,7 +15,11 @@ from cbresearch.trace import RequestRecord, StepRecord, Steps, Trace
 
 
 class Executor(Protocol):
-    """Something that carries out plans: a model, or a model of its cost."""
+    """Something that carries out plans: a model, or a model of its cost.
+
+    One that knows beforehand what comes of a step has a `foresight`, too (see `scheduler.Foresight`), or None
+    there; many steps are then taken at once.
+    """
 
     def check(self, request: Request) -> None:
         """Refuse a request that this executor can never serve.

@@ -152,6 +152,15 @@ def test_a_policy_derived_from_another_is_asked_at_every_step_until_it_speaks_fo
     assert leaps_of(simulate(workload(), Ours(), cost=COST))
 
 
+def test_a_policy_that_says_something_else_is_refused_by_name_and_word():
+    class Hasty(Policy):
+        name = "hasty"
+        steady = True
+
+    with pytest.raises(ValueError, match="'hasty': steady is True; choose one of"):
+        simulate(workload(), Hasty(), cost=COST)
+
+
 class Costlier(Linear):
     def __call__(self, plan):
         return 1 + super().__call__(plan)

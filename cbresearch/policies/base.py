@@ -158,9 +158,20 @@ class Policy:
         """Take note that a request was served `num_tokens` tokens in the step just done."""
 
 
+STEADINESS = ("never", "alone", "always", "ranked")
+
+
 def steadiness(policy: Policy) -> str:
-    """Return what a policy says about `Policy.steady` itself: what it inherits speaks of other decisions."""
-    return policy.steady if "steady" in vars(type(policy)) else "never"
+    """Return what a policy says about `Policy.steady` itself: what it inherits speaks of other decisions.
+
+    Raises:
+        ValueError: It says something else than one of the four words.
+    """
+    if "steady" not in vars(type(policy)):
+        return "never"
+    if policy.steady not in STEADINESS:
+        raise ValueError(f"policy {policy.name!r}: steady is {policy.steady!r}; choose one of {STEADINESS}")
+    return policy.steady
 
 
 def whole(requests: Iterable[RequestState]) -> Iterator[Proposal]:
