@@ -53,6 +53,7 @@ notebooks: $(READY)
 
 bench: $(READY)
 	TRITON_INTERPRET=1 $(PY) tests/kernel_traffic.py
+	$(PY) tests/bench_simulator.py
 	$(PY) tests/bench.py
 
 # With vLLM's CPU build among the contestants, which takes a few minutes to set up and lives by itself.

@@ -371,7 +371,7 @@ class RequestState:
     @property
     def is_prefill(self) -> bool:
         """Return whether more than the newest token lacks its KV, or no token was generated yet."""
-        return self.num_pending_tokens > 1 or not self.output_token_ids
+        return self.num_tokens - self.num_computed_tokens > 1 or not self.output_token_ids
 
     @property
     def predicted_remaining(self) -> int:

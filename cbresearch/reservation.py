@@ -240,6 +240,10 @@ class ReservationManager:
         """Return a request's blocks, all that it reserved, in order; empty if it holds none."""
         return tuple(self._runs.get(request_id, ()))
 
+    def holds(self, request_id: str) -> bool:
+        """Return whether a request holds a run."""
+        return request_id in self._runs
+
     def can_allocate(
         self, request_id: str, num_tokens: int, matched: Sequence[int] = (), num_copies: int = 0
     ) -> bool:

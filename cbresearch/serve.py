@@ -1,20 +1,25 @@
 """The one loop: arrivals, clock, steps, finish."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Protocol
 
+from cbresearch.leap import Leap
 from cbresearch.plan import Plan, StepResult
 from cbresearch.request import Refusal, Request, RequestState
-from cbresearch.scheduler import Scheduler
+from cbresearch.scheduler import Foresight, Scheduler, look_ahead
 from cbresearch.scheduler.admission import check_request
-from cbresearch.trace import RequestRecord, StepRecord, Trace
+from cbresearch.trace import RequestRecord, StepRecord, Steps, Trace
 
 
 class Executor(Protocol):
-    """Something that carries out plans: a model, or a model of its cost."""
+    """Something that carries out plans: a model, or a model of its cost.
+
+    One that knows beforehand what comes of a step has a `foresight`, too (see `scheduler.Foresight`), or None
+    there; many steps are then taken at once.
+    """
 
     def check(self, request: Request) -> None:
         """Refuse a request that this executor can never serve.
@@ -57,6 +62,13 @@ class Loop:
         self.executor.check(request)
         return self.scheduler.submit(request)
 
+    def foresight(self) -> Foresight | None:
+        """Return what is needed to take many steps at once, if executor and scheduler allow for it."""
+        kind = type(self.scheduler)
+        if kind.schedule is not Scheduler.schedule or kind.commit is not Scheduler.commit:
+            return None
+        return getattr(self.executor, "foresight", None)
+
     def step(self, clock: Callable[[], float]) -> tuple[StepRecord, tuple[RequestState, ...]]:
         """Serve one step; there has to be work.
 
@@ -95,6 +107,7 @@ def serve(
     *,
     on_step: Callable[[StepRecord], object] | None = None,
     then: Callable[[RequestRecord], Iterable[Request]] | None = None,
+    fast_forward: bool = True,
 ) -> Trace:
     """Serve requests until all are finished.
 
@@ -105,23 +118,162 @@ def serve(
         requests: Who comes; a `Refusal` only keeps its place in the results.
         scheduler: A scheduler that has served nobody yet.
         executor: Who carries out the plans.
-        on_step: Called with each step's record, for a progress bar.
+        on_step: Called with each step's record, for a progress bar; every step is then taken by itself.
         then: Called with the record of each request that ends, a refused one too; returns the requests
             that its client sends next (a user who waits for an answer, the next turn of a chat). They come
             behind those given, and arrive no earlier than the moment at which they are sent.
+        fast_forward: Take many steps at once where the executor knows what comes of them and the policy says
+            that it would decide nothing (`Policy.steady`). The trace is the same, bit for bit.
 
     Returns:
         The trace. A request that cannot be served is in it with its error; the others are served.
     """
-    given = list(requests)
-    refused: dict[int, str] = {}
-    arrivals = [
+    collected = _Collected(requests, on_step)
+    given = collected.requests
+    order = sorted(
         (request.arrival, place) for place, request in enumerate(given) if isinstance(request, Request)
-    ]
-    heapify(arrivals)
-    loop = Loop(scheduler, executor)
-    states: dict[int, RequestState] = {}
-    steps: list[StepRecord] = []
+    )
+    # The list grows by the requests that follow; those are not in this order.
+    upcoming = [(place, given[place]) for _, place in order]
+    _run(
+        iter(upcoming),  # type: ignore[arg-type]
+        Loop(scheduler, executor),
+        collected,
+        then,
+        fast_forward and on_step is None,
+    )
+    parts = collected.parts
+    return Trace(
+        policy=scheduler.policy.name,
+        scheduler=scheduler.config,
+        cache=scheduler.blocks.config,
+        steps=Steps(parts) if any(isinstance(part, Leap) for part in parts) else tuple(parts),  # type: ignore[arg-type]
+        requests=tuple(
+            record_of(request, collected.states.get(place), collected.refusals.get(place))
+            for place, request in enumerate(given)
+        ),
+    )
+
+
+class Sink(Protocol):
+    """Where the records of a run go that is too long to keep them all."""
+
+    def step(self, part: StepRecord | Leap) -> object:
+        """Take a step, or several that were taken at once."""
+
+    def request(self, record: RequestRecord) -> object:
+        """Take a request that is finished or refused."""
+
+
+def stream(
+    requests: Iterable[Request],
+    scheduler: Scheduler,
+    executor: Executor,
+    sink: Sink,
+    *,
+    then: Callable[[RequestRecord], Iterable[Request]] | None = None,
+    fast_forward: bool = True,
+) -> None:
+    """Serve requests that come one by one, as `serve` does, and keep nothing of those that are finished.
+
+    Args:
+        requests: Who comes, in the order of arrival; each is asked for only when the one before has come.
+        scheduler: A scheduler that has served nobody yet.
+        executor: Who carries out the plans.
+        sink: Where the records go, as they come about.
+        then: As for `serve`.
+        fast_forward: As for `serve`.
+
+    Raises:
+        ValueError: A request arrives before the one that was given before it.
+    """
+    _run(_in_order(requests), Loop(scheduler, executor), _Passed(sink, scheduler), then, fast_forward)
+
+
+def _in_order(requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
+    last = 0.0
+    for request in requests:
+        if request.arrival < last:
+            raise ValueError(
+                f"request {request.id!r} arrives at {request.arrival} s, before the one given before it, at "
+                f"{last} s; give them in the order of arrival"
+            )
+        last = request.arrival
+        yield 0, request
+
+
+class _Collected:
+    """All that happens in a run."""
+
+    def __init__(
+        self, requests: Iterable[Request | Refusal], on_step: Callable[[StepRecord], object] | None
+    ) -> None:
+        self.requests = list(requests)
+        self.states: dict[int, RequestState] = {}
+        self.refusals: dict[int, str] = {}
+        self.parts: list[StepRecord | Leap] = []
+        self._on_step = on_step
+
+    def step(self, part: StepRecord | Leap) -> None:
+        self.parts.append(part)
+        if self._on_step is not None and isinstance(part, StepRecord):
+            self._on_step(part)
+
+    def follows(self, request: Request) -> int:
+        self.requests.append(request)
+        return len(self.requests) - 1
+
+    def submitted(self, place: int, state: RequestState) -> None:
+        self.states[place] = state
+
+    def refused(self, place: int, request: Request, error: str) -> None:
+        self.refusals[place] = error
+
+    def finished(self, state: RequestState) -> None:
+        pass
+
+
+class _Passed:
+    """Pass the records on; places play no part."""
+
+    def __init__(self, sink: Sink, scheduler: Scheduler) -> None:
+        self._sink, self._scheduler = sink, scheduler
+        self._leaving: list[str] = []
+        self.step = sink.step
+
+    def follows(self, request: Request) -> int:
+        return 0
+
+    def submitted(self, place: int, state: RequestState) -> None:
+        pass
+
+    def refused(self, place: int, request: Request, error: str) -> None:
+        self._sink.request(record_of(request, None, error))
+
+    def finished(self, state: RequestState) -> None:
+        self._sink.request(record_of(state.request, state))
+        if self._scheduler.policy.keeps_seats:
+            # Whoever is done may still have its row: it can be forgotten with the others of its batch.
+            self._leaving.append(state.id)
+            if self._scheduler.running:
+                return
+        for request_id in self._leaving or (state.id,):
+            self._scheduler.forget(request_id)
+        self._leaving.clear()
+
+
+def _run(
+    upcoming: Iterator[tuple[int, Request]],
+    loop: Loop,
+    sink: _Collected | _Passed,
+    then: Callable[[RequestRecord], Iterable[Request]] | None,
+    fast_forward: bool,
+) -> None:
+    """Serve requests that come in the order of arrival, each with its place, and those that follow."""
+    scheduler = loop.scheduler
+    foresight = loop.foresight() if fast_forward else None
+    coming = next(upcoming, None)
+    followers: list[tuple[float, int, Request]] = []
     now = 0.0
 
     def virtual() -> float:
@@ -131,43 +283,48 @@ def serve(
         for successor in then(record_of(request, state, error)) if then is not None else ():
             if successor.arrival < now:
                 successor = replace(successor, arrival=now)
-            heappush(arrivals, (successor.arrival, len(given)))
-            given.append(successor)
+            heappush(followers, (successor.arrival, sink.follows(successor), successor))
 
-    while arrivals or scheduler.has_work:
-        if not scheduler.has_work:
-            now = max(now, arrivals[0][0])
-        while arrivals and arrivals[0][0] <= now:
-            _, place = heappop(arrivals)
-            request = given[place]
-            assert isinstance(request, Request)
+    def next_arrival() -> float:
+        arrival = math.inf if coming is None else coming[1].arrival
+        return min(arrival, followers[0][0]) if followers else arrival
+
+    while scheduler.has_work or coming is not None or followers:
+        arrival = next_arrival()
+        if arrival > now and not scheduler.has_work:
+            now = arrival
+        while arrival <= now and (coming is not None or followers):
+            if coming is not None and coming[1].arrival <= arrival:
+                place, request = coming
+                coming = next(upcoming, None)
+            else:
+                _, place, request = heappop(followers)
             try:
-                states[place] = loop.submit(request)
+                sink.submitted(place, loop.submit(request))
             except ValueError as error:
-                refused[place] = str(error)
-                follow_up(request, None, refused[place])
+                sink.refused(place, request, str(error))
+                follow_up(request, None, str(error))
+            arrival = next_arrival()
         if not scheduler.has_work:
             continue
         wake = scheduler.wakes(now)
         if wake is not None:
-            now = min(wake, arrivals[0][0]) if arrivals else wake
+            now = min(wake, arrival)
             continue
-        step, finished = loop.step(virtual)
-        steps.append(step)
-        now = step.end
+        ahead = None
+        if foresight is not None:
+            ahead = look_ahead(scheduler, foresight, now, arrival, passes_finishes=then is None)
+        if ahead is not None:
+            sink.step(ahead.leap)
+            now, finished = ahead.leap.ends[-1], ahead.finished
+        else:
+            step, finished = loop.step(virtual)
+            now = step.end
+            sink.step(step)
         for state in finished:
-            follow_up(state.request, state)
-        if on_step is not None:
-            on_step(steps[-1])
-    return Trace(
-        policy=scheduler.policy.name,
-        scheduler=scheduler.config,
-        cache=scheduler.blocks.config,
-        steps=tuple(steps),
-        requests=tuple(
-            record_of(request, states.get(place), refused.get(place)) for place, request in enumerate(given)
-        ),
-    )
+            sink.finished(state)
+            if then is not None:
+                follow_up(state.request, state)
 
 
 def record_of(

@@ -9,8 +9,8 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear, Recorded
 from cbresearch.plan import Plan, StepResult
 from cbresearch.policies import Policy
-from cbresearch.request import Refusal, Request
-from cbresearch.scheduler import Scheduler
+from cbresearch.request import Refusal, Request, RequestState
+from cbresearch.scheduler import Foresight, Scheduler
 from cbresearch.serve import serve
 from cbresearch.trace import RequestRecord, StepRecord, Trace
 
@@ -41,34 +41,93 @@ class CostExecutor:
         self.cost = cost
         self._outputs = outputs or {}
         self._errors = errors or {}
-        self._lengths: dict[str, int | None] = {}
-        self._num_sampled: dict[str, int] = {}
+        # Of who runs: the prompt's length, the output's if it is known, and the most that it can be.
+        self._lengths: dict[str, tuple[int, int | None, int]] = {}
 
     def check(self, request: Request) -> None:
         """Accept every request: a length is enough here."""
 
     def execute(self, plan: Plan) -> StepResult:
         """Return the step's predicted duration and a token for each entry that samples."""
-        lengths, num_sampled = self._lengths, self._num_sampled
-        for admission in plan.admitted:
-            request_id = admission.request.id
-            lengths[request_id] = admission.request.output_length
-            num_sampled[request_id] = len(admission.output_token_ids)
+        lengths, outputs = self._lengths, self._outputs
+        for request_id in plan.aborted:
+            lengths.pop(request_id, None)
+        for request, _, _ in plan.admitted:
+            lengths[request.id] = request.num_prompt_tokens, request.output_length, request.max_tokens
         tokens, stopped, failed = {}, [], {}
         for entry in plan.scheduled:
             if not entry.samples:
                 continue
             request_id = entry.request_id
-            place = num_sampled[request_id]
-            num_sampled[request_id] = place + 1
-            known = self._outputs.get(request_id)
+            num_prompt_tokens, output_length, max_tokens = lengths[request_id]
+            # Whoever samples has all its tokens computed, those that it generated before included.
+            place = entry.start + entry.num_tokens - num_prompt_tokens
+            known = outputs.get(request_id)
             if known is not None and place == len(known) and request_id in self._errors:
                 failed[request_id] = self._errors[request_id]
+                del lengths[request_id]
                 continue
             tokens[request_id] = known[place] if known is not None else 0
-            if place + 1 == lengths[request_id]:
+            if place + 1 == output_length:
                 stopped.append(request_id)
+                del lengths[request_id]
+            elif place + 1 >= max_tokens:
+                del lengths[request_id]
         return StepResult(self.cost(plan), tokens, frozenset(stopped), failed)
+
+    @property
+    def foresight(self) -> Foresight | None:
+        """Return what is needed to take many steps at once, or None where the cost or a subclass decides."""
+        durations = _durations_of(self.cost)
+        if durations is None or self._outputs or type(self).execute is not CostExecutor.execute:
+            return None
+        return _Known(durations, self._lengths)
+
+
+class _Known:
+    """What a cost executor without given outputs knows beforehand."""
+
+    def __init__(
+        self,
+        durations: Callable[[int, range], Sequence[float]],
+        lengths: dict[str, tuple[int, int | None, int]],
+    ) -> None:
+        self.durations = durations
+        self._lengths = lengths
+
+    def num_left(self, states: Sequence[RequestState]) -> list[int]:
+        """Return how many output tokens requests still get."""
+        return [
+            (
+                request.max_tokens
+                if (length := (request := state.request).output_length) is None or length > request.max_tokens
+                else length
+            )
+            - len(state.output_token_ids)
+            for state in states
+        ]
+
+    def reason(self, state: RequestState) -> str:
+        """Return the reason for which a request ends that has all its output tokens."""
+        return "stop" if len(state.output_token_ids) == state.request.output_length else "length"
+
+    def tokens(self, number: int) -> Sequence[int]:
+        """Return zeros."""
+        return [0] * number
+
+    def leave(self, request_id: str) -> None:
+        """Forget a request."""
+        del self._lengths[request_id]
+
+
+def _durations_of(cost: CostModel) -> Callable[[int, range], Sequence[float]] | None:
+    """Return a cost model's `durations`, unless a class derived from the one that has it costs otherwise."""
+    for kind in type(cost).__mro__:
+        if "durations" in vars(kind):
+            return cost.durations  # type: ignore[attr-defined, no-any-return]
+        if "__call__" in vars(kind):
+            return None
+    return None
 
 
 def roomy_pool(
@@ -107,8 +166,9 @@ def simulate(
     cache: CacheConfig | None = None,
     on_step: Callable[[StepRecord], object] | None = None,
     then: Callable[[RequestRecord], Iterable[Request]] | None = None,
+    fast_forward: bool = True,
 ) -> Trace:
-    """Serve requests in the simulator, step by step.
+    """Serve requests in the simulator.
 
     Args:
         requests: Who comes; a prompt may be a mere length.
@@ -118,6 +178,7 @@ def simulate(
         cache: The KV pool; by default one in which memory never runs out.
         on_step: Called with each step's record.
         then: Says which requests follow on one that ends, as for `serve`.
+        fast_forward: Take many steps at once where that makes no difference, as for `serve`.
     """
     requests = list(requests)
     scheduler = scheduler or SchedulerConfig()
@@ -126,7 +187,7 @@ def simulate(
     policy = policies.get(policy) if isinstance(policy, str) else policy
     # A cost model that can tell a step's time beforehand is the policy's step-time model as well.
     served = Scheduler(policy, scheduler, cache, getattr(cost, "seconds", None))
-    return serve(requests, served, CostExecutor(cost), on_step=on_step, then=then)
+    return serve(requests, served, CostExecutor(cost), on_step=on_step, then=then, fast_forward=fast_forward)
 
 
 def replay(

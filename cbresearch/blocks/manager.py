@@ -105,6 +105,10 @@ class BlockManager:
         """Return a request's block table; empty if it holds nothing on the device."""
         return tuple(self._tables.get(request_id, ()))
 
+    def holds(self, request_id: str) -> bool:
+        """Return whether a request holds blocks on the device."""
+        return request_id in self._tables
+
     def num_private_blocks(self, request_id: str) -> int:
         """Return how many blocks would be free if a request gave back its own."""
         return sum(block != NULL_BLOCK and self._ref_counts[block] == 1 for block in self._tables[request_id])
@@ -178,6 +182,23 @@ class BlockManager:
         else:
             table.extend(added)
         return tuple(added)
+
+    def rooms(self, request_ids: Sequence[str]) -> list[int]:
+        """Return how many tokens requests' tables can hold."""
+        tables, size = self._tables, self._block_size
+        return [len(tables[request_id]) * size for request_id in request_ids]
+
+    def append_each(self, request_ids: Sequence[str]) -> list[int]:
+        """Grow requests' tables by one block each, in order, as `allocate` would, and return the blocks.
+
+        As many have to be free. A request may be named several times.
+        """
+        if len(request_ids) > len(self._free):
+            self._evict(len(request_ids))
+        added, tables = self._take(len(request_ids)), self._tables
+        for request_id, block in zip(request_ids, added, strict=True):
+            tables[request_id].append(block)
+        return added
 
     def make_writable(self, request_id: str, place: int) -> tuple[Pair, ...] | None:
         """Give a request a block of its own at a place of its table, before it writes there.
@@ -335,10 +356,19 @@ class BlockManager:
                 f"request {request_id!r} holds no blocks; it was never allocated or already freed"
             )
         self._prefixes.drop(request_id)
+        table.reverse()
+        blocks = table if self.config.sliding_window is None else [block for block in table if block >= 0]
+        counts = self._ref_counts
+        is_plain = not (self.config.prefix_caching or self._num_extra_references or self._host.twin_of)
+        if is_plain and sum(map(counts.__getitem__, blocks)) == len(blocks):
+            # Nothing is cached, shared or there twice: the blocks go back as they are.
+            for block in blocks:
+                counts[block] = 0
+            self._free += blocks
+            return
         # The tail first: it is evicted before the head, without which it could not be reached.
-        for block in reversed(table):
-            if block != NULL_BLOCK:
-                self._release(block)
+        for block in blocks:
+            self._release(block)
 
     def _at_most(self, num_blocks: int) -> int:
         """Return how many of the blocks that a request needs it holds at once, its window considered."""

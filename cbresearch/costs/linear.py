@@ -12,7 +12,10 @@ from cbresearch.trace import Trace
 
 
 class CostModel(Protocol):
-    """Something that predicts a step's duration in seconds."""
+    """Something that predicts a step's duration in seconds.
+
+    One that also has `durations`, as `Linear` does, lets the simulator take many steps at once.
+    """
 
     def __call__(self, plan: Plan) -> float:
         """Return the seconds that the plan takes."""
@@ -54,6 +57,19 @@ class Linear:
     def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
         """Return the seconds of a step that copies nothing, for policies that look ahead."""
         return self.step + self.token * num_tokens + self.context * num_context_tokens
+
+    def durations(self, num_tokens: int, num_context_tokens: range) -> list[float]:
+        """Return the seconds of consecutive steps that copy nothing, the very numbers that their plans cost.
+
+        Args:
+            num_tokens: Tokens that each of them computes.
+            num_context_tokens: Context tokens of each.
+        """
+        seconds = self.step + self.token * num_tokens + self.transfer * 0
+        context = self.context
+        if not context:
+            return [seconds] * len(num_context_tokens)
+        return [seconds + context * number for number in num_context_tokens]
 
     @classmethod
     def parse(cls, text: str) -> "Linear":

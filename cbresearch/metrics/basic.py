@@ -1,14 +1,15 @@
 """The figures of a run: latencies, rates, rows, memory and tokens; see the package for what they share."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cbresearch.trace import MemoryUse, RequestRecord, StepRecord, Trace
+from cbresearch.trace import MemoryUse, RequestRecord, Trace, column
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,12 +174,12 @@ def request_throughput(trace: Trace) -> float | None:
 
 def occupancy(trace: Trace) -> float | None:
     """Return the mean useful rows of a step: those of unfinished requests that it served."""
-    return _ratio(sum(len(step.plan.scheduled) for step in trace.steps), len(trace.steps))
+    return _ratio(sum(column(trace.steps, "num_scheduled")), len(trace.steps))
 
 
 def time_weighted_occupancy(trace: Trace) -> float | None:
     """Return the mean useful rows over `makespan`, ∫n(t)dt/T; a time without any step counts as 0 rows."""
-    rows = sum(len(step.plan.scheduled) * step.duration for step in trace.steps)
+    rows = sum(map(mul, column(trace.steps, "num_scheduled"), column(trace.steps, "duration")))
     return _ratio(rows, makespan(trace))
 
 
@@ -194,8 +195,8 @@ def time_weighted_utilization(trace: Trace) -> float | None:
 
 def wasted_row_share(trace: Trace) -> float | None:
     """Return padding rows as a share of all rows computed."""
-    padding = sum(len(step.plan.padding) for step in trace.steps)
-    return _ratio(padding, padding + sum(len(step.plan.scheduled) for step in trace.steps))
+    padding = sum(column(trace.steps, "num_padding"))
+    return _ratio(padding, padding + sum(column(trace.steps, "num_scheduled")))
 
 
 def fragmentation(trace: Trace) -> float | None:
@@ -203,19 +204,19 @@ def fragmentation(trace: Trace) -> float | None:
 
     Valid are the tokens of unfinished requests, so what a static batch keeps of finished ones is waste.
     """
-    return _fragmentation(trace, lambda step: 1.0)
+    return _fragmentation(trace, [1.0] * len(trace.steps))
 
 
 def time_weighted_fragmentation(trace: Trace) -> float | None:
     """Return `fragmentation` with each step weighted by its duration."""
-    return _fragmentation(trace, lambda step: step.duration)
+    return _fragmentation(trace, column(trace.steps, "duration"))
 
 
 def peak_kv_tokens(trace: Trace) -> int | None:
     """Return the most tokens for which KV blocks were held in any step."""
     if not trace.steps:
         return None
-    return max(step.num_held_blocks for step in trace.steps) * trace.cache.block_size
+    return int(max(column(trace.steps, "num_held_blocks"))) * trace.cache.block_size
 
 
 def peak_kv_bytes(trace: Trace, bytes_per_token: int) -> int | None:
@@ -236,7 +237,7 @@ def peak_kv_bytes(trace: Trace, bytes_per_token: int) -> int | None:
 
 def mean_pool_use(trace: Trace) -> float | None:
     """Return the step-weighted mean share of the pool's blocks that were held."""
-    held = sum(step.num_held_blocks for step in trace.steps)
+    held = sum(column(trace.steps, "num_held_blocks"))
     return _ratio(held, len(trace.steps) * trace.cache.num_blocks)
 
 
@@ -245,7 +246,7 @@ def memory_shares(trace: Trace) -> dict[str, float | None]:
 
     The first six add up to 1. "shared" and "host" are not slots of the pool: they are given in its size.
     """
-    weights = [step.duration for step in trace.steps]
+    weights = column(trace.steps, "duration")
     whole = math.fsum(weights) * trace.cache.num_tokens
     uses = list(trace.memory())
     return {
@@ -266,11 +267,11 @@ def token_counts(trace: Trace) -> TokenCounts:
     return TokenCounts(
         prompt=sum(record.num_prompt_tokens or 0 for record in trace.served),
         output=_num_output_tokens(trace),
-        prefill=sum(step.plan.num_prefill_tokens for step in trace.steps),
-        decode=sum(step.plan.num_decode_tokens for step in trace.steps),
+        prefill=int(sum(column(trace.steps, "num_prefill_tokens"))),
+        decode=int(sum(column(trace.steps, "num_decode_tokens"))),
         recomputed=sum(record.num_recomputed_tokens for record in trace.served),
         cached=sum(record.num_cached_tokens for record in trace.served),
-        padding=sum(len(step.plan.padding) for step in trace.steps),
+        padding=int(sum(column(trace.steps, "num_padding"))),
     )
 
 
@@ -319,10 +320,7 @@ def summary(trace: Trace, bytes_per_token: int | None = None) -> dict[str, float
         "peak_kv_bytes": None if bytes_per_token is None else peak_kv_bytes(trace, bytes_per_token),
         "mean_pool_use": mean_pool_use(trace),
         **{f"kv_{name}_share": share for name, share in memory_shares(trace).items()},
-        **{
-            f"num_{kind}_blocks": sum(step.plan.num_transfers(transfer) for step in trace.steps)
-            for kind, transfer in _TRANSFERS
-        },
+        **{f"num_{kind}_blocks": int(sum(column(trace.steps, transfer))) for kind, transfer in _TRANSFERS},
         "prefix_hit_rate": prefix_hit_rate(trace),
         **{f"num_{kind}_tokens": number for kind, number in counts._asdict().items()},
         "num_computed_tokens": counts.computed,
@@ -396,9 +394,9 @@ def _ratio(part: float | None, whole: float | None) -> float | None:
     return None if part is None or not whole else part / whole
 
 
-def _fragmentation(trace: Trace, weight: Callable[[StepRecord], float]) -> float | None:
-    valid = math.fsum(step.num_held_tokens * weight(step) for step in trace.steps)
-    held = math.fsum(step.num_held_blocks * weight(step) for step in trace.steps)
+def _fragmentation(trace: Trace, weights: Sequence[float]) -> float | None:
+    valid = math.fsum(map(mul, column(trace.steps, "num_held_tokens"), weights))
+    held = math.fsum(map(mul, column(trace.steps, "num_held_blocks"), weights))
     filled = _ratio(valid, held * trace.cache.block_size)
     return None if filled is None else 1 - filled
 

@@ -98,6 +98,20 @@ class Policy:
     hits_at_once = False
     """Whether a prefix counts as cached as soon as a step is planned that computes it, as in vLLM v1, so that
     others may share it in that very step; else only once it is computed."""
+    steady = "always"
+    """Whether steps repeat themselves, so that a simulator may take many at once; one of four words.
+
+    "alone": while nobody waits and all who run decode within the token budget, each step serves them all, in
+    the order of admission. "always": besides, when requests wait, a step that decoded all who run, admitted
+    nobody and refused nobody whom the one before did not refuse is followed by its like, until somebody
+    arrives, finishes or loses its seat, or the prefix cache changes: no decision turns on the time, on tokens
+    served, or on anything that fewer free blocks could turn into an admission. "ranked": as "always", in an
+    order of its own, in which whoever finishes leaves no more than a gap. "never": none of this.
+
+    `propose` is then asked once for many steps, or twice for one, or not at all, unless `served` is
+    overridden; that one is told the tokens of many steps at once.
+
+    A class speaks for itself only: one that is derived from it says it anew, or it is "never"."""
 
     def begin(self) -> None:
         """Forget earlier runs; called when a scheduler takes the policy."""
@@ -142,6 +156,22 @@ class Policy:
 
     def served(self, request: RequestState, num_tokens: int) -> None:
         """Take note that a request was served `num_tokens` tokens in the step just done."""
+
+
+STEADINESS = ("never", "alone", "always", "ranked")
+
+
+def steadiness(policy: Policy) -> str:
+    """Return what a policy says about `Policy.steady` itself: what it inherits speaks of other decisions.
+
+    Raises:
+        ValueError: It says something else than one of the four words.
+    """
+    if "steady" not in vars(type(policy)):
+        return "never"
+    if policy.steady not in STEADINESS:
+        raise ValueError(f"policy {policy.name!r}: steady is {policy.steady!r}; choose one of {STEADINESS}")
+    return policy.steady
 
 
 def whole(requests: Iterable[RequestState]) -> Iterator[Proposal]:

@@ -22,6 +22,7 @@ class Static(Policy):
 
     name = "static"
     source = "FasterTransformer; the baseline of Orca (OSDI'22)"
+    steady = "always"
     joins_late = False
 
     def __init__(self, release: bool = False, wait: float = 0.0) -> None:
@@ -57,6 +58,7 @@ class PrefillFirst(Policy):
 
     name = "prefill_first"
     source = "vLLM v0 (SOSP'23), without its watermark"
+    steady = "always"
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose prompts; decodes only if no prompt could be served."""

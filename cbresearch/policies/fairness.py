@@ -57,9 +57,12 @@ class VirtualTokenCounter(Charging):
     name = "vtc"
     family = "fairness"
     source = "VTC (OSDI'24) and its published code"
+    steady = "alone"
 
     def __init__(self, prompt_weight: float = 1.0, output_weight: float = 2.0) -> None:
         self.prompt_weight, self.output_weight = prompt_weight, output_weight
+        # Sums of whole numbers are exact: it makes no difference in how many parts they are added.
+        self.steady = "alone" if float(output_weight).is_integer() else "never"
 
     def begin(self) -> None:
         """Set all counters to 0."""
@@ -104,6 +107,7 @@ class DeficitLongestPrefix(Charging):
     name = "dlpm"
     family = "fairness"
     source = "DLPM (2025, arXiv 2501.14312)"
+    steady = "alone"
 
     def __init__(self, quantum: int = 512) -> None:
         self.quantum = quantum
@@ -146,6 +150,7 @@ class LongestPrefixMatch(Policy):
     name = "lpm"
     family = "locality"
     source = "SGLang, lpm"
+    steady = "always"
 
     def __init__(self, most: int = 128, shared: int = 32) -> None:
         self.most, self.shared = most, shared

@@ -33,6 +33,7 @@ class NoEvict(Admitting):
     name = "no_evict"
     family = "memory"
     source = "TensorRT-LLM, GUARANTEED_NO_EVICT"
+    steady = "always"
 
     def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
         """Return whether all could grow to their longest."""
@@ -49,6 +50,7 @@ class MaxUtilization(Policy):
     name = "max_utilization"
     family = "memory"
     source = "TensorRT-LLM, MAX_UTILIZATION"
+    steady = "always"
 
 
 class PastFuture(Admitting):
@@ -66,6 +68,7 @@ class PastFuture(Admitting):
     name = "past_future"
     family = "memory"
     source = "LightLLM, Past-Future scheduler (ASPLOS'25)"
+    steady = "alone"
 
     def __init__(self, reserved: float = 0.05, history: int = 1000) -> None:
         self.reserved, self.history = reserved, history

@@ -22,11 +22,14 @@ class Orca(Admitting):
     name = "orca"
     family = "batching"
     source = "Orca (OSDI'22); reservations of vLLM (SOSP'23)"
+    steady = "always"
 
     def __init__(self, reserve: str = "max") -> None:
         if reserve not in ("max", "pow2", "oracle"):
             raise ValueError(f"orca: reserve is {reserve!r}; choose max, pow2 or oracle")
         self.reserve = reserve
+        # What a prediction reserves grows once the output is longer, and another reason may then refuse.
+        self.steady = "always" if reserve == "max" else "alone"
 
     def num_slots(self, request: RequestState) -> int:
         """Return the tokens that are reserved for a request."""
@@ -55,6 +58,7 @@ class VllmV0(Policy):
 
     name = "vllm_v0"
     source = "vLLM (SOSP'23)"
+    steady = "always"
 
     def __init__(self, swap: bool = False, watermark: float = 0.01) -> None:
         self.swap, self.watermark = swap, watermark
@@ -86,6 +90,7 @@ class Sarathi(Policy):
 
     name = "sarathi"
     source = "Sarathi-Serve (OSDI'24)"
+    steady = "always"
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose in that order."""
@@ -104,6 +109,7 @@ class SplitFuse(Sarathi):
 
     name = "splitfuse"
     source = "Dynamic SplitFuse (DeepSpeed-FastGen, 2024)"
+    steady = "always"
 
 
 class VllmV1(Policy):
@@ -118,6 +124,7 @@ class VllmV1(Policy):
 
     name = "vllm_v1"
     source = "vLLM 0.32, v1 scheduler"
+    steady = "always"
     hits_at_once = True
 
     def __init__(self, priority: bool = False) -> None:

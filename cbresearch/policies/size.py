@@ -17,6 +17,7 @@ class ShortestJobFirst(Policy):
     name = "sjf"
     family = "size"
     source = "SSJF (Qiu et al., 2024)"
+    steady = "always"
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return what the queue is sorted by, least first."""
@@ -41,6 +42,7 @@ class HighestResponseRatioNext(ShortestJobFirst):
 
     name = "hrrn"
     source = "Brinch Hansen (1971)"
+    steady = "alone"
 
     def __init__(self, token_seconds: float = 1.0) -> None:
         self.token_seconds = token_seconds
@@ -63,6 +65,7 @@ class LearningToRank(ShortestJobFirst):
 
     name = "rank"
     source = "vllm-ltr (NeurIPS'24)"
+    steady = "alone"
 
     def __init__(self, starvation: float = 60.0) -> None:
         self.starvation = starvation
@@ -206,6 +209,7 @@ class MemoryCheckedShortestFirst(ShortestJobFirst):
 
     name = "mc_sf"
     source = "MC-SF (Jaillet et al., 2025, arXiv 2502.07115)"
+    steady = "alone"
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose whoever runs, then the queue from short to long while it fits."""

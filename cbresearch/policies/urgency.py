@@ -17,6 +17,7 @@ class Priority(Ranked):
     name = "priority"
     family = "slo"
     source = "vLLM and SGLang, priority scheduling"
+    steady = "ranked"
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the priority."""
@@ -29,6 +30,7 @@ class EarliestDeadline(Ranked):
     name = "edf"
     family = "slo"
     source = "EDF (Liu and Layland, 1973)"
+    steady = "ranked"
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the deadline."""
@@ -50,6 +52,7 @@ class LeastSlack(ShortestJobFirst):
     name = "least_slack"
     family = "slo"
     source = "Medha (2024), LRS and LARS; vidur"
+    steady = "alone"
 
     def __init__(self, relative: bool = False) -> None:
         self.relative = relative

@@ -23,26 +23,29 @@ def check_request(
             "request: submit those that parallel_samples(request) returns"
         )
     num_tokens = request.num_prompt_tokens + request.max_tokens
-    asked = f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens}"
     if limits.max_model_len is not None and num_tokens > limits.max_model_len:
         raise ValueError(
-            f"{asked} = {num_tokens} tokens, over the model's length of {limits.max_model_len}; "
+            f"{_asked(request)} = {num_tokens} tokens, over the model's length of {limits.max_model_len}; "
             "shorten the prompt or lower max_tokens"
         )
     budget = limits.max_num_batched_tokens
     if not limits.chunked_prefill and num_tokens - 1 > budget:
         raise ValueError(
-            f"{asked} could need {num_tokens - 1} tokens computed in one step, over the token budget of "
-            f"{budget}; raise max_num_batched_tokens, lower max_tokens, or turn on chunked_prefill"
+            f"{_asked(request)} could need {num_tokens - 1} tokens computed in one step, over the token "
+            f"budget of {budget}; raise max_num_batched_tokens, lower max_tokens, or turn on chunked_prefill"
         )
     needed = blocks.expect(request)
     if needed > blocks.num_blocks:
         cache = blocks.config
         raise ValueError(
-            f"{asked} needs KV for {num_tokens - 1} tokens = {needed} blocks of {cache.block_size}, but "
-            f"the pool has {cache.num_blocks} ({cache.num_tokens} tokens); raise num_blocks or lower "
-            "max_tokens"
+            f"{_asked(request)} needs KV for {num_tokens - 1} tokens = {needed} blocks of "
+            f"{cache.block_size}, but the pool has {cache.num_blocks} ({cache.num_tokens} tokens); raise "
+            "num_blocks or lower max_tokens"
         )
+
+
+def _asked(request: Request) -> str:
+    return f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens}"
 
 
 def choose_losers(

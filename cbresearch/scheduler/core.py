@@ -8,10 +8,11 @@ from cbresearch.blocks import BlockManager
 from cbresearch.config import PREEMPTIONS, CacheConfig, SchedulerConfig
 from cbresearch.plan import Committed, Plan, Scheduled, StepResult
 from cbresearch.policies import Policy
+from cbresearch.policies.base import steadiness
 from cbresearch.request import Request, RequestState, RequestStatus
 from cbresearch.reservation import ReservationManager
 from cbresearch.scheduler.admission import check_request, choose_losers, farthest_sibling
-from cbresearch.scheduler.draft import Draft
+from cbresearch.scheduler.draft import NEW_TUPLE, Draft
 from cbresearch.scheduler.invariants import check_scheduler, why_stuck
 from cbresearch.scheduler.memory import Memory, num_kept_tokens
 from cbresearch.scheduler.progress import take_in
@@ -60,7 +61,10 @@ class Scheduler:
         self._was_refused = False
         self._view = LiveView(self)
         self._plan = Draft(config.max_num_batched_tokens)
-        self._served = _overridden_served(policy)
+        # The base's does nothing, and would be a call for each token.
+        self._served = policy.served if type(policy).served is not Policy.served else None
+        self.steady = steadiness(policy)
+        self._last: tuple[Draft, Plan | None, Plan | None, int] = self._plan, None, None, 0
 
     @property
     def has_work(self) -> bool:
@@ -151,9 +155,10 @@ class Scheduler:
         self._step += 1
         self._was_refused = draft.closed == "blocks"
         self._plan = Draft(self.config.max_num_batched_tokens)
-        return draft.plan(
-            step, self._running, self._kept, self._memory.take_transfers(), bool(self._free_seats)
-        )
+        transfers = self._memory.take_transfers()
+        plan = draft.plan(step, self._running, self._kept, transfers, bool(self._free_seats))
+        self._last = draft, plan, self._last[1], self.num_submitted
+        return plan
 
     def wakes(self, now: float) -> float | None:
         """Return the seconds until which the policy wants to wait although there is work, or None."""
@@ -265,14 +270,11 @@ class Scheduler:
         pending = state.num_tokens - start
         state.scheduled_step = self._step
         draft.budget -= num_tokens
-        draft.scheduled[state.request.id] = Scheduled(
-            state.request.id,
-            state.seat,  # type: ignore[arg-type]
-            start,
-            num_tokens,
-            pending > 1 or not state.output_token_ids,
-            num_tokens == pending,
-            new_block_ids,
+        request_id = state.request.id
+        is_prefill = pending > 1 or not state.output_token_ids
+        draft.scheduled[request_id] = NEW_TUPLE(
+            Scheduled,
+            (request_id, state.seat, start, num_tokens, is_prefill, num_tokens == pending, new_block_ids),
         )
         if self.policy.hits_at_once:
             self._memory.enter(state, start + num_tokens)
@@ -404,6 +406,7 @@ class Scheduler:
         self._vacate(state)
 
     def _vacate(self, state: RequestState) -> None:
+        self._plan.has_room = True
         self._memory.release(state)
         assert state.seat is not None
         heappush(self._free_seats, state.seat)
@@ -429,6 +432,7 @@ class Scheduler:
         draft.displaced = []
 
     def _finish(self, finished: list[RequestState]) -> None:
+        self._plan.has_room = True
         for state in finished:
             state.status = RequestStatus.FINISHED
             self._memory.num_referred_tokens -= num_kept_tokens(state)
@@ -444,8 +448,3 @@ class Scheduler:
             self._vacate(state)
         if not self._running:
             self._kept = []
-
-
-def _overridden_served(policy: Policy) -> Callable[[RequestState, int], None] | None:
-    """Return the policy's `served` unless it is the base's, which does nothing: it is a call per token."""
-    return policy.served if type(policy).served is not Policy.served else None

@@ -1,9 +1,13 @@
 """A plan while it is being made."""
 
 from collections.abc import Sequence
+from itertools import repeat
 
 from cbresearch.plan import Admission, Padding, Plan, Scheduled, Skipped, Transfer
 from cbresearch.request import RequestState
+
+# The named tuple's own constructor is a function in Python, at four times the cost.
+NEW_TUPLE = tuple.__new__
 
 
 class Draft:
@@ -19,6 +23,7 @@ class Draft:
         "budget",
         "closed",
         "displaced",
+        "has_room",
         "preempted",
         "scheduled",
         "skipped",
@@ -28,6 +33,7 @@ class Draft:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.closed: str | None = None
+        self.has_room = False
         self.scheduled: dict[str, Scheduled] = {}
         self.admitted: dict[str, tuple[RequestState, int]] = {}
         self.preempted: list[RequestState] = []
@@ -47,9 +53,11 @@ class Draft:
         """Return the plan, with a row for each kept request that the budget still takes."""
         if len(self.scheduled) < len(running):
             reason = "policy" if self.budget else "budget"
-            for state in running:
-                if state.id not in self.scheduled:
-                    self.skipped.setdefault(state.id, reason)
+            unserved = dict.fromkeys([state.request.id for state in running], reason)
+            for named in (self.scheduled, self.skipped):
+                for request_id in named:
+                    unserved.pop(request_id, None)
+            self.skipped.update(unserved)
         closed = self.closed
         if not self.budget:
             closed = "budget"
@@ -71,6 +79,6 @@ class Draft:
             aborted=tuple(self.aborted),
             swapped=tuple(self.swapped),
             transfers=transfers,
-            skipped=tuple(map(Skipped._make, self.skipped.items())) if self.skipped else (),
+            skipped=tuple(map(NEW_TUPLE, repeat(Skipped), self.skipped.items())) if self.skipped else (),
             closed=closed,
         )

@@ -19,7 +19,7 @@ class Memory:
 
     def __init__(self, blocks: BlockManager | ReservationManager, repeats_last: bool) -> None:
         self.blocks = blocks
-        self._num_repeated = int(repeats_last)
+        self.num_repeated = int(repeats_last)
         self.transfers: list[Transfer] = []
         self.num_referred_tokens = 0
 
@@ -38,6 +38,8 @@ class Memory:
             self.num_referred_tokens += num_kept_tokens(state)
             return True
         matched = blocks.match(state.token_ids, extra_of(state.request))
+        if not matched and sibling is None:
+            return blocks.can_allocate(state.id, state.num_tokens)
         num_cached = len(matched) * size
         # Its last prompt token is computed again, since the answer begins with that one's logits.
         forked = state.num_prompt_tokens - 1
@@ -90,7 +92,7 @@ class Memory:
 
     def release(self, state: RequestState) -> None:
         """Give back a request's blocks, if it holds any."""
-        if self.blocks.table(state.id):
+        if self.blocks.holds(state.id):
             self.blocks.free(state.id)
 
     def settle(self, state: RequestState, start: int) -> None:
@@ -101,7 +103,7 @@ class Memory:
         if cache.prefix_caching and end // size > start // size:
             self.enter(state, end)
         if cache.sliding_window is not None:
-            forgotten = size * self.blocks.forget(state.id, end - self._num_repeated)
+            forgotten = size * self.blocks.forget(state.id, end - self.num_repeated)
             self.num_referred_tokens -= forgotten - state.num_forgotten_tokens
             state.num_forgotten_tokens = forgotten
 

@@ -1,12 +1,14 @@
 """A run: its limits and its records."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.leap import Leap
 from cbresearch.trace.explain import explain
 from cbresearch.trace.records import RequestRecord, StepRecord
+from cbresearch.trace.steps import Steps
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -66,6 +68,14 @@ class _Span(NamedTuple):
 _NO_SPAN = _Span(0, 0)
 
 
+def _reserved(spans: Mapping[str, _Span], ends: Mapping[str, int], size: int) -> int:
+    """Return the held slots that later tokens will fill: whoever has empty ones has their blocks alone."""
+    return sum(
+        min(span.num_blocks * size, ends[request_id]) - span.num_computed
+        for request_id, span in spans.items()
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
     """One run.
@@ -81,7 +91,7 @@ class Trace:
     policy: str
     scheduler: SchedulerConfig
     cache: CacheConfig
-    steps: tuple[StepRecord, ...]
+    steps: Sequence[StepRecord]
     requests: tuple[RequestRecord, ...]
 
     @property
@@ -129,34 +139,74 @@ class Trace:
             if request.num_prompt_tokens is not None
         }
         spans: dict[str, _Span] = {}
-        for record in self.steps:
-            plan = record.plan
+        for part in self.steps.parts if isinstance(self.steps, Steps) else self.steps:
+            if isinstance(part, Leap):
+                known = [spans[request_id] for request_id in part.request_ids]
+                reserved = _reserved(spans, ends, size)
+                places, number = part.taken_by, 0
+                done = dict(part.finished)
+                held = {place: span.num_blocks for place, span in enumerate(known)}
+                for offset, state in enumerate(part.states()):
+                    # Each row fills a slot, and a block that is taken reserves those up to its request's end.
+                    reserved -= state.num_running
+                    while number < len(places) and part.taken_in[number] == offset:
+                        place, number = places[number], number + 1
+                        end = ends[part.request_ids[place]]
+                        reserved += min((held[place] + 1) * size, end) - min(held[place] * size, end)
+                        held[place] += 1
+                    yield self._use(
+                        reserved,
+                        state.num_held_blocks,
+                        state.num_held_tokens,
+                        state.num_cached_blocks,
+                        state.num_external_blocks,
+                        state.num_shared_blocks,
+                        part.num_held_host_blocks,
+                    )
+                    for request_id in done.get(offset, ()):
+                        place = part.request_ids.index(request_id)
+                        slots = min(held[place] * size, ends[request_id])
+                        reserved -= slots - part.starts[place] - part.num_steps[place]
+                        del spans[request_id]
+                for place, request_id in enumerate(part.request_ids):
+                    if request_id in spans:
+                        spans[request_id] = _Span(held[place], part.starts[place] + part.num_steps[place])
+                continue
+            plan = part.plan
             for request_id in (*plan.preempted, *plan.aborted):
                 spans.pop(request_id, None)
             for entry in plan.scheduled:
-                known = spans.get(entry.request_id, _NO_SPAN)
+                before = spans.get(entry.request_id, _NO_SPAN)
                 # Whoever was just seated names its whole table.
-                num_blocks = known.num_blocks + len(entry.new_block_ids)
+                num_blocks = before.num_blocks + len(entry.new_block_ids)
                 spans[entry.request_id] = _Span(num_blocks, entry.context_length)
-            # Blocks that are shared are full, so whoever has empty slots has them alone.
-            reserved = sum(
-                min(span.num_blocks * size, ends[request_id]) - span.num_computed
-                for request_id, span in spans.items()
+            yield self._use(
+                _reserved(spans, ends, size),
+                part.num_held_blocks,
+                part.num_held_tokens,
+                part.num_cached_blocks,
+                part.num_external_blocks,
+                part.num_shared_blocks,
+                part.num_held_host_blocks,
             )
-            held = record.num_held_blocks * size
-            outside = record.num_external_blocks + record.num_cached_blocks
-            yield MemoryUse(
-                token_states=record.num_held_tokens,
-                reserved=reserved,
-                internal=held - record.num_held_tokens - reserved,
-                external=record.num_external_blocks * size,
-                cached=record.num_cached_blocks * size,
-                free=(self.cache.num_blocks - outside) * size - held,
-                shared=record.num_shared_blocks * size,
-                host=record.num_held_host_blocks * size,
-            )
-            for request_id in record.finished:
+            for request_id in part.finished:
                 del spans[request_id]
+
+    def _use(
+        self, reserved: int, held: int, tokens: int, cached: int, external: int, shared: int, host: int
+    ) -> MemoryUse:
+        """Return where the slots are, from the tokens reserved and held and from numbers of blocks."""
+        size = self.cache.block_size
+        return MemoryUse(
+            token_states=tokens,
+            reserved=reserved,
+            internal=held * size - tokens - reserved,
+            external=external * size,
+            cached=cached * size,
+            free=(self.cache.num_blocks - external - cached - held) * size,
+            shared=shared * size,
+            host=host * size,
+        )
 
     def explain(self, request_id: str) -> str:
         """Tell one request's life in plain words, a line for each thing that befell it.

@@ -1,0 +1,211 @@
+"""Serve random workloads step by step and with steps taken at once, and compare all that comes of it.
+
+    python tests/fuzz_fast_forward.py [WORKLOADS] [POLICY ...]
+
+prints a line for each policy that allows it, and exits with 1 if anything differs. Workload k is the same in
+every run; each draws its own pool, limits, cost and requests.
+"""
+
+import sys
+from collections import Counter
+from dataclasses import fields
+
+import numpy as np
+from fuzz_policies import POLICIES
+from tqdm.auto import tqdm
+
+from cbresearch import metrics, policies
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.costs import Linear
+from cbresearch.policies.base import steadiness
+from cbresearch.request import Request, expand
+from cbresearch.reservation import reserved_tokens
+from cbresearch.scheduler import Scheduler
+from cbresearch.serve import serve
+from cbresearch.simulator import CostExecutor
+from cbresearch.trace import Steps, Trace
+
+STEADY = tuple(name for name in POLICIES if steadiness(policies.get(name)) != "never")
+COSTS = (
+    Linear(1.0),
+    Linear(0.3, 0.01, 0.0007),
+    Linear(0.05, 0.02),
+    Linear(0.0, 0.1),
+    Linear(0.7, 0, 1e-3, 0.1),
+)
+
+
+def workload(rng: np.random.Generator) -> list[Request]:
+    """Draw requests: mere lengths or token ids that begin alike, bursts or a trickle, early ends, samples."""
+    number, has_ids = int(rng.integers(1, 14)), rng.random() < 0.6
+    stems = [rng.integers(0, 3, 40).tolist() for _ in range(2)]
+    spread, longest = float(rng.choice([0.0, 5.0, 30.0, 200.0])), int(rng.choice([4, 20, 60]))
+    requests = []
+    for place in range(number):
+        prompt: int | tuple[int, ...] = int(rng.integers(1, 30))
+        if has_ids and rng.random() < 0.9:
+            stem, tail = stems[place % 2][: int(rng.integers(0, 30))], rng.integers(0, 2, rng.integers(1, 6))
+            prompt = tuple([*stem, *tail.tolist()])
+        most = int(rng.integers(1, longest + 1))
+        requests.append(
+            Request(
+                f"r{place}",
+                prompt,
+                most,
+                arrival=float(rng.random() * spread) if rng.random() < 0.8 else 0.0,
+                client=f"c{int(rng.integers(3))}",
+                priority=int(rng.integers(-1, 2)),
+                deadline=float(rng.random() * 60) if rng.integers(2) else None,
+                predicted_output=int(rng.integers(1, longest + 5)) if rng.integers(2) else None,
+                output_length=int(rng.integers(1, longest + 1)) if rng.integers(3) == 0 else None,
+                group=f"g{place % 3}" if rng.random() < 0.1 else None,
+                cache_salt="s" if rng.random() < 0.1 else None,
+            )
+        )
+    return expand(requests)
+
+
+def limits(requests: list[Request], rng: np.random.Generator) -> tuple[SchedulerConfig, CacheConfig]:
+    """Draw seats, budget and a pool: tight or roomy, paged or reserved, with a host's pool, or a window."""
+    block_size = int(rng.choice([1, 2, 3, 8, 16]))
+    lengths = [request.num_prompt_tokens + request.max_tokens for request in requests]
+    kind = rng.choice(["plain", "plain", "cached", "cached", "window", "cached window", "reserved"])
+    is_swapping, is_tight = rng.random() < 0.4, rng.random() < 0.7
+    reservation = str(rng.choice(["max", "pow2", "oracle"])) if kind == "reserved" else None
+    if reservation is not None:
+        lengths = [reserved_tokens(request, reservation, max(lengths)) + 1 for request in requests]
+    needed = [-(-length // block_size) for length in lengths]
+    num_blocks = max(needed) + int(rng.integers(0, 6)) if is_tight else sum(needed) + len(needed)
+    if reservation is not None:
+        num_blocks = 1 << (num_blocks - 1).bit_length() + int(rng.integers(2))
+    is_chunked = rng.random() < 0.7
+    return (
+        SchedulerConfig(
+            int(rng.integers(1, 8)) if rng.random() < 0.7 else 20,
+            int(rng.choice([3, 8, 16, 100])) if is_chunked else max(lengths) + 20,
+            max_model_len=max(lengths),
+            preemption="swap" if is_swapping and kind != "reserved" else "recompute",
+            max_preemptions=int(rng.choice([1, 3, 8])),
+            chunked_prefill=is_chunked,
+        ),
+        CacheConfig(
+            num_blocks,
+            block_size,
+            "cached" in kind,
+            num_host_blocks=int(rng.integers(1, 2 * num_blocks)) if is_swapping and kind != "reserved" else 0,
+            sliding_window=int(rng.integers(1, 25)) if "window" in kind else None,
+            reservation=reservation,
+        ),
+    )
+
+
+def run(policy: str, seed: int, fast_forward: bool) -> tuple[Trace, Scheduler]:
+    """Serve one workload."""
+    rng = np.random.default_rng(seed)
+    requests = workload(rng)
+    scheduler = Scheduler(policies.get(policy), *limits(requests, rng))
+    cost = COSTS[int(rng.integers(len(COSTS)))]
+    if rng.random() < 0.3:
+        # Two more turns of whoever is first in the alphabet.
+        follows = {f"{name}{turn}": f"{name}{turn}+" for name in ("r0", "r1") for turn in ("", "+")}
+
+        def then(record):
+            if record.id in follows and record.error is None:
+                return [Request(follows[record.id], 5, 7, arrival=record.finish + 0.37)]
+            return []
+
+    else:
+        then = None
+    trace = serve(requests, scheduler, CostExecutor(cost), then=then, fast_forward=fast_forward)
+    scheduler.check()
+    return trace, scheduler
+
+
+def differences(policy: str, seed: int) -> tuple[list[str], Trace]:
+    """Return in what a run with steps taken at once differs from one that steps, and the former's trace."""
+    (stepped, scheduler), (leapt, other) = run(policy, seed, False), run(policy, seed, True)
+    found = []
+    if len(stepped.steps) != len(leapt.steps):
+        found.append(f"{len(stepped.steps)} steps, {len(leapt.steps)} with leaps")
+    for one, two in zip(stepped.steps, leapt.steps, strict=False):
+        for field in fields(one):
+            if getattr(one, field.name) != getattr(two, field.name):
+                found.append(
+                    f"step {one.plan.step}, {field.name}: {getattr(one, field.name)} is "
+                    f"{getattr(two, field.name)}"
+                )
+        if found:
+            break
+    for one, two in zip(stepped.requests, leapt.requests, strict=True):
+        for field in fields(one):
+            if getattr(one, field.name) != getattr(two, field.name):
+                found.append(f"request {one.id}, {field.name}")
+    if stepped != leapt or leapt != stepped:
+        found.append("the traces are unequal")
+    if metrics.summary(stepped) != metrics.summary(leapt):
+        found.append("the metrics differ")
+    if [*stepped.memory()] != [*leapt.memory()]:
+        found.append("the memory use differs")
+    if vars(scheduler.blocks).get("_free") != vars(other.blocks).get("_free"):
+        found.append("the free blocks lie in another order")
+    if getattr(scheduler.blocks, "cached_block_ids", ()) != getattr(other.blocks, "cached_block_ids", ()):
+        found.append("other blocks are cached")
+    for name, value in vars(scheduler.policy).items():
+        if not isinstance(value, list) and vars(other.policy)[name] != value:
+            found.append(f"the policy's {name} is {vars(other.policy)[name]}, not {value}")
+    return found, leapt
+
+
+def features(trace: Trace) -> Counter[str]:
+    """Count what a trace has of what could go wrong."""
+    steps = trace.steps.parts if isinstance(trace.steps, Steps) else ()
+    leaps = [part for part in steps if hasattr(part, "ends")]
+    return Counter(
+        steps=len(trace.steps),
+        leaps=len(leaps),
+        steps_in_leaps=sum(map(len, leaps)),
+        leaps_while_some_wait=sum(leap.num_waiting > 0 for leap in leaps),
+        leaps_with_padding=sum(bool(leap.padding) for leap in leaps),
+        leaps_with_cached_blocks=sum(any(level.num_cached_blocks for level in leap.levels) for leap in leaps),
+        leaps_that_evict=sum(
+            any(
+                a.num_cached_blocks > b.num_cached_blocks
+                for a, b in zip(leap.levels, leap.levels[1:], strict=False)
+            )
+            for leap in leaps
+        ),
+        preemptions=sum(record.num_preemptions for record in trace.served),
+        swaps=sum(len(step.plan.swapped) for step in trace.steps),
+        windows=int(trace.cache.sliding_window is not None),
+        reservations=int(trace.cache.reservation is not None),
+    )
+
+
+def main(num_workloads: int, names: tuple[str, ...]) -> int:
+    """Print what each policy's workloads came to; return 1 if anything differed."""
+    failures, total = 0, Counter[str]()
+    with tqdm(total=num_workloads * len(names), desc="workloads", unit="run") as bar:
+        for name in names:
+            counts: Counter[str] = Counter()
+            for seed in range(num_workloads):
+                bar.update()
+                try:
+                    found, trace = differences(name, seed)
+                except Exception as error:
+                    failures += 1
+                    tqdm.write(f"{name}, workload {seed}: {type(error).__name__}: {error}")
+                    continue
+                counts["workloads"] += 1
+                counts.update(features(trace))
+                if found:
+                    failures += 1
+                    tqdm.write(f"{name}, workload {seed}: {'; '.join(found[:3])}")
+            total.update(counts)
+            tqdm.write(f"{name}: " + ", ".join(f"{number} {what}" for what, number in counts.items()))
+    print(f"{len(names)} policies: " + ", ".join(f"{number} {what}" for what, number in total.items()))
+    print(f"{failures} differences")
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1]) if len(sys.argv) > 1 else 500, tuple(sys.argv[2:]) or STEADY))
