@@ -26,9 +26,8 @@ class ShortestJobFirst(Policy):
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose whoever runs, then the queue from short to long."""
         yield from whole(in_turn(view))
-        if view.admitting:
-            order = sorted(queued(view), key=lambda state: (self.rank(view, state), state.order))
-            yield from joining(view, order)
+        queue = queued(view) if view.admitting else ()
+        yield from joining(view, sorted(queue, key=lambda state: (self.rank(view, state), state.order)))
 
 
 class HighestResponseRatioNext(ShortestJobFirst):

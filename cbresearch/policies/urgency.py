@@ -59,11 +59,10 @@ class LeastSlack(ShortestJobFirst):
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the slack in seconds, or as a share."""
-        given = request.request
-        if given.deadline is None:
+        if (deadline := request.request.deadline) is None:
             return math.inf
-        slack = given.deadline - view.now - view.step_seconds(request.num_pending_tokens, request.num_tokens)
-        return slack / max(given.deadline - given.arrival, 1e-9) if self.relative else slack
+        slack = deadline - view.now - view.step_seconds(request.num_pending_tokens, request.num_tokens)
+        return slack / max(deadline - request.request.arrival, 1e-9) if self.relative else slack
 
 
 class Andes(Ranked):
