@@ -83,11 +83,25 @@ class Loop:
         """
         plan = self.scheduler.schedule(clock())
         start = clock()
+        return self.finish(plan, self.execute(plan), start)
+
+    def execute(self, plan: Plan) -> StepResult:
+        """Carry out a plan.
+
+        Raises:
+            ValueError: The executor says that it took no sensible time.
+        """
         result = self.executor.execute(plan)
         if not 0 <= result.duration < math.inf:
             raise ValueError(
                 f"step {plan.step} took {result.duration} seconds; a cost is finite and not negative"
             )
+        return result
+
+    def finish(
+        self, plan: Plan, result: StepResult, start: float
+    ) -> tuple[StepRecord, tuple[RequestState, ...]]:
+        """Take in what a step produced that began at `start` seconds; return as for `step`."""
         committed = self.scheduler.commit(plan, result, start + result.duration)
         record = StepRecord(
             start,

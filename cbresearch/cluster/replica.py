@@ -1,6 +1,5 @@
 """One server of a cluster."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -110,12 +109,7 @@ class Replica:
         if wake is not None:
             return wake
         plan = scheduler.schedule(now)
-        result = self.loop.executor.execute(plan)
-        if not 0 <= result.duration < math.inf:
-            raise ValueError(
-                f"step {plan.step} of replica {self.place} took {result.duration} seconds; a cost is finite "
-                "and not negative"
-            )
+        result = self.loop.execute(plan)
         self._running = now, plan, result
         return now + result.duration
 
@@ -125,16 +119,7 @@ class Replica:
             return ()
         start, plan, result = self._running
         self._running = None
-        committed = self.loop.scheduler.commit(plan, result, now)
-        self.steps.append(
-            StepRecord(
-                start,
-                result.duration,
-                plan,
-                tuple(state.id for state in committed.finished),
-                *committed[1:],
-                device_duration=result.device_duration,
-            )
-        )
-        self.num_outstanding -= len(committed.finished)
-        return committed.finished
+        record, finished = self.loop.finish(plan, result, start)
+        self.steps.append(record)
+        self.num_outstanding -= len(finished)
+        return finished
