@@ -96,7 +96,7 @@ def test_the_chain_predicts_the_simulator(num_slots, load, mean_length):
     predicted = formulas.slotted_wait(rate, mean_length, step, num_slots)
     assert interval.low < predicted < interval.high
     if load == 0.3:
-        # An interval that covers everything would prove nothing; Erlang's wait, without boundaries, is outside.
+        # An interval that covers everything would prove nothing: Erlang's wait, without steps, is outside.
         assert formulas.mmc_wait(rate, 1.0, num_slots) < interval.low
 
 
