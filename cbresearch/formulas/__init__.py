@@ -1,9 +1,9 @@
 """Closed forms for what static and continuous batching should give; `metrics` measures the same quantities.
 
-`batching` counts steps, slots and seconds, `memory` bytes, `preemption` what making room costs, `roofline`
-arithmetic, `rounding` its errors and the tokens that they flip, `sharing` what prompts have in common. Forms
-without a paper are derived where they stand. Every function raises ValueError, naming the argument and its
-value, if the value is out of range or the sample is empty.
+`batching` counts steps, slots and seconds, `memory` bytes, `preemption` what making room costs, `queueing`
+waits, `roofline` arithmetic, `rounding` its errors and the tokens that they flip, `sharing` what prompts have
+in common. Forms without a paper are derived where they stand. Every function raises ValueError, naming the
+argument and its value, if the value is out of range or the sample is empty.
 """
 
 from cbresearch.formulas.batching import (
@@ -47,6 +47,21 @@ from cbresearch.formulas.preemption import (
     swap_crossover_tokens,
     swap_seconds,
 )
+from cbresearch.formulas.queueing import (
+    clipped_gap_cv2,
+    clipped_gap_mean,
+    erlang_c,
+    kingman_wait,
+    md1_wait,
+    mg1_wait,
+    mgc_wait,
+    mm1_correlated_waits,
+    mm1_relaxation,
+    mmc_idle,
+    mmc_wait,
+    slotted_wait,
+    step_boundary_shift,
+)
 from cbresearch.formulas.roofline import (
     decode_attention_intensity,
     decode_step_seconds,
@@ -76,11 +91,14 @@ from cbresearch.formulas.sharing import (
 __all__ = [
     "Lengths",
     "MemoryShares",
+    "clipped_gap_cv2",
+    "clipped_gap_mean",
     "contiguous_memory_shares",
     "continuous_seconds",
     "continuous_steps",
     "decode_attention_intensity",
     "decode_step_seconds",
+    "erlang_c",
     "expected_max",
     "expected_max_exponential",
     "expected_max_geometric",
@@ -93,12 +111,20 @@ __all__ = [
     "greedy_flip_probability",
     "gumbel_flip_probability",
     "inverse_cdf_flip_probability",
+    "kingman_wait",
     "kv_bytes_per_request",
     "kv_bytes_per_token",
     "linear_intensity",
     "max_window_blocks",
+    "md1_wait",
     "mean_occupancy_static",
     "mean_reserved_tokens",
+    "mg1_wait",
+    "mgc_wait",
+    "mm1_correlated_waits",
+    "mm1_relaxation",
+    "mmc_idle",
+    "mmc_wait",
     "num_kv_blocks",
     "num_requests_that_fit",
     "occupancy_by_littles_law",
@@ -114,12 +140,14 @@ __all__ = [
     "sample_blocks",
     "sample_copies",
     "sample_prefill_tokens",
+    "slotted_wait",
     "speed_up",
     "speed_up_with_step_cost",
     "spread_held_tokens",
     "static_seconds",
     "static_steps",
     "static_utilization",
+    "step_boundary_shift",
     "summation_error",
     "swap_crossover_block_size",
     "swap_crossover_tokens",
