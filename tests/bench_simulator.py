@@ -2,8 +2,8 @@
 
     python tests/bench_simulator.py
 
-prints a line each: a million requests whose records are not kept, requests of the Azure conversation trace that
-arrive at random, and that trace with its own arrivals.
+prints a line each: a million requests whose records are not kept, requests of the Azure conversation trace
+that arrive at random, and that trace with its own arrivals.
 """
 
 import csv
