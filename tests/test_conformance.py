@@ -109,11 +109,11 @@ def test_a_difference_is_found_in_each_field(field, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("2 cases, 6 steps, 1 differences\n")
 
 
-def test_the_reader_runs_as_a_module_from_the_repositorys_root(tmp_path):
+def test_the_reader_runs_as_a_script_from_the_repositorys_root(tmp_path):
     wrong = small_case("priority")
     for case, code in ((small_case(), 0), (wrong, 1)):
         done = subprocess.run(
-            [sys.executable, "-m", "tests.conformance", str(written(tmp_path, case))],
+            [sys.executable, "tests/conformance.py", str(written(tmp_path, case))],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,

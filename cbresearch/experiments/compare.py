@@ -304,7 +304,11 @@ def _run(
                 bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
 
             mechanism = Scheduler(policy, scheduler, cache)
-            traces[policy.name] = serve(requests, mechanism, executor(), on_step=advance)
+            built = executor()
+            # A simulation takes many steps at once, and is over before a bar is of use.
+            is_simulated = isinstance(built, CostExecutor)
+            traces[policy.name] = serve(requests, mechanism, built, on_step=None if is_simulated else advance)
+            bar.update(num_requests - bar.n if is_simulated else 0)
     return traces
 
 
