@@ -1,7 +1,7 @@
 """Count the lengths in four public traces, and write the counts that notebook 14 draws from.
 
-Azure 2023: CC-BY 4.0; Patel et al., Splitwise, ISCA 2024. Mooncake: Apache-2.0; Qin et al., FAST'25. The traces
-are not part of this repository: name their folder in CBRESEARCH_DATA, or let them be downloaded, then run
+Azure 2023: CC-BY 4.0; Patel et al., Splitwise, ISCA 2024. Mooncake: Apache-2.0; Qin et al., FAST'25. The
+traces are not part of this repository: name their folder in CBRESEARCH_DATA, or have them downloaded, and run
 
     python tests/traffic_counts.py
 """
@@ -34,7 +34,7 @@ def read(trace: str) -> tuple[Tokens, Tokens]:
 
 
 def count_pairs(prompts: Tokens, outputs: Tokens) -> NDArray[np.int64]:
-    """Return how many requests have their prompt in one 16th of the prompts and their output in one of the outputs.
+    """Count the requests by the 16th of all prompts that theirs is in, and the 16th of all outputs.
 
     Equal lengths are told apart by the order of arrival, so that all parts are of equal size but for 1.
     """

@@ -15,6 +15,7 @@ from cbresearch.formulas.batching import (
     expected_max_uniform,
     finite_speed_up,
     graham_bounds,
+    light_load_rate,
     mean_occupancy_static,
     occupancy_by_littles_law,
     speed_up,
@@ -53,6 +54,7 @@ from cbresearch.formulas.roofline import (
     flop_utilization,
     flops_per_token,
     linear_intensity,
+    max_request_rate,
     ridge_tokens,
 )
 from cbresearch.formulas.rounding import (
@@ -95,7 +97,9 @@ __all__ = [
     "inverse_cdf_flip_probability",
     "kv_bytes_per_request",
     "kv_bytes_per_token",
+    "light_load_rate",
     "linear_intensity",
+    "max_request_rate",
     "max_window_blocks",
     "mean_occupancy_static",
     "mean_reserved_tokens",
