@@ -368,3 +368,25 @@ def test_numbers_from_numpy_give_plain_numbers():
 def test_bad_input_is_refused_with_its_name_and_value(call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call()
+
+
+@pytest.mark.parametrize(("wait", "attainment"), [(0.0, 0.98), (3.0, 0.97), (8.0, 0.99)])
+def test_at_the_light_load_rate_the_missing_share_waits_too_long_for_one_seat(wait, attainment):
+    rng = np.random.default_rng(0)
+    services = rng.integers(1, 20, 40_000)
+    rate = formulas.light_load_rate(services, wait, attainment)
+    arrivals, end, num_late = np.cumsum(rng.exponential(1 / rate, len(services))), 0.0, 0
+    for arrival, service in zip(arrivals, services, strict=True):
+        num_late += end - arrival > wait
+        end = max(end, arrival) + service
+    # Those who find a queue are left out of the formula: it is good to first order.
+    assert num_late / len(services) == pytest.approx(1 - attainment, rel=0.2)
+
+
+def test_light_load_rates_of_fixed_services():
+    assert formulas.light_load_rate([10.0], 2.0, 0.9) == pytest.approx(0.1 / 8)
+    assert formulas.light_load_rate([10.0, 1.0], 2.0, 0.9) == pytest.approx(0.1 / 4)
+    assert formulas.light_load_rate([10.0], 10.0, 0.9) == math.inf
+    for attainment in (0, 1, math.nan):
+        with pytest.raises(ValueError, match="attainment is"):
+            formulas.light_load_rate([10.0], 2.0, attainment)

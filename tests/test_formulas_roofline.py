@@ -3,10 +3,12 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from cbresearch import formulas
-from cbresearch.config import ModelShape
+from cbresearch import Request, SchedulerConfig, formulas, metrics, simulate
+from cbresearch.config import Hardware, ModelShape
+from cbresearch.costs import Roofline
 
 LLAMA_8B = ModelShape(
     num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_parameters=8_030_000_000, dtype_bytes=2
@@ -79,3 +81,51 @@ def test_attention_with_many_heads_per_kv_head_is_bound_by_arithmetic():
 def test_what_is_out_of_range_is_named(function, arguments, name):
     with pytest.raises(ValueError, match=name):
         function(*arguments)
+
+
+def backlog(seed, number):
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(50, 1500, number), rng.integers(1, 200, number)
+    pairs = zip(*(values.tolist() for values in lengths), strict=True)
+    return [Request(str(place), prompt, output) for place, (prompt, output) in enumerate(pairs)], lengths
+
+
+@pytest.mark.parametrize(("policy", "mixed"), [("prefill_first", False), ("sarathi", True)])
+@pytest.mark.parametrize(("seats", "budget"), [(1, 4096), (8, 256), (8, 4096), (64, 1024)])
+def test_no_backlog_is_served_faster_than_the_largest_request_rate(policy, mixed, seats, budget):
+    requests, lengths = backlog(seats, 60)
+    cost = Roofline(LLAMA_8B, Hardware("h100", *H100))
+    trace = simulate(requests, policy, cost=cost, scheduler=SchedulerConfig(seats, budget))
+    bound = formulas.max_request_rate(LLAMA_8B, *lengths, seats, *H100, mixed=mixed)
+    assert metrics.request_throughput(trace) <= bound
+
+
+def test_full_seats_come_near_the_largest_request_rate():
+    requests, lengths = backlog(0, 120)
+    cost = Roofline(LLAMA_8B, Hardware("h100", *H100))
+    trace = simulate(requests, "prefill_first", cost=cost, scheduler=SchedulerConfig(2, 4096))
+    bound = formulas.max_request_rate(LLAMA_8B, *lengths, 2, *H100, mixed=False)
+    assert metrics.request_throughput(trace) == pytest.approx(bound, rel=0.05)
+
+
+def test_the_largest_request_rate_of_one_token_outputs_is_that_of_their_prompts():
+    rate = formulas.max_request_rate(LLAMA_8B, [1000], [1], 1, *H100, mixed=False)
+    assert rate == pytest.approx(989e12 / (2 * 8.03e9 * 1000))
+    assert rate == formulas.max_request_rate(LLAMA_8B, [1000], [1], 1, *H100, mixed=True)
+
+
+def test_mixed_steps_are_never_slower():
+    prompts, outputs = [100, 2000], [30, 400]
+    for seats in (1, 10, 1000):
+        apart, mixed = (
+            formulas.max_request_rate(LLAMA_8B, prompts, outputs, seats, *H100, mixed=flag)
+            for flag in (False, True)
+        )
+        assert mixed >= apart
+
+
+def test_the_largest_request_rate_names_what_is_wrong():
+    with pytest.raises(ValueError, match="prompts has 2 values, but outputs has 1"):
+        formulas.max_request_rate(LLAMA_8B, [1, 2], [1], 1, *H100, mixed=True)
+    with pytest.raises(ValueError, match="num_seqs is 0"):
+        formulas.max_request_rate(LLAMA_8B, [1], [1], 0, *H100, mixed=True)

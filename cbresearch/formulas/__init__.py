@@ -15,6 +15,7 @@ from cbresearch.formulas.batching import (
     expected_max_uniform,
     finite_speed_up,
     graham_bounds,
+    light_load_rate,
     mean_occupancy_static,
     occupancy_by_littles_law,
     speed_up,
@@ -68,6 +69,7 @@ from cbresearch.formulas.roofline import (
     flop_utilization,
     flops_per_token,
     linear_intensity,
+    max_request_rate,
     ridge_tokens,
 )
 from cbresearch.formulas.rounding import (
@@ -114,7 +116,9 @@ __all__ = [
     "kingman_wait",
     "kv_bytes_per_request",
     "kv_bytes_per_token",
+    "light_load_rate",
     "linear_intensity",
+    "max_request_rate",
     "max_window_blocks",
     "md1_wait",
     "mean_occupancy_static",

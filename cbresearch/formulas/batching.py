@@ -269,6 +269,28 @@ def occupancy_by_littles_law(rate: float, mean_residence: float) -> float:
     return float(rate * mean_residence)
 
 
+def light_load_rate(services: Lengths, wait: float, attainment: float) -> float:
+    """Return the arrival rate at which the share 1 − a waits too long for whoever is being served.
+
+    The server takes one request, or one batch, and lets nobody in until that is done. Requests that come at
+    random during a service of S seconds wait longer than w if they come before its last w seconds, so
+    λ·E[(S − w)⁺] of all do, and λ = (1 − a)/E[(S − w)⁺]; infinite if no service is longer than w.
+    To first order in λ: nobody is waiting already, and whoever waited is served as quickly as alone.
+    Source: own derivation (Poisson arrivals see time averages, Wolff, 1982).
+
+    Args:
+        services: Seconds S of single services.
+        wait: Seconds w that a request may wait.
+        attainment: Share a of the requests that may not wait longer.
+    """
+    seconds = lengths_array("services", services)
+    non_negative(wait=wait)
+    if not 0 < attainment < 1:
+        raise ValueError(f"attainment is {attainment!r}; it must be a share between 0 and 1")
+    too_long = float(np.maximum(seconds - wait, 0).mean())
+    return (1 - attainment) / too_long if too_long else math.inf
+
+
 def _harmonic(number: int) -> float:
     return float(np.sum(1 / np.arange(1, number + 1)))
 

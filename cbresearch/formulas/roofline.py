@@ -115,3 +115,47 @@ def decode_step_seconds(
     cached_bytes = n * context_length * kv_bytes_per_token(shape)
     attention_flops = cached_bytes * decode_attention_intensity(shape)
     return linear, max(attention_flops / peak_flops, cached_bytes / bandwidth)
+
+
+def max_request_rate(
+    shape: ModelShape,
+    prompts: Lengths,
+    outputs: Lengths,
+    num_seqs: float,
+    peak_flops: float,
+    bandwidth: float,
+    *,
+    mixed: bool,
+) -> float:
+    """Return a bound on the requests per second of a server with at most n running: one over its device time.
+
+    A request is decoded X − 1 times, for its prompt's step yields the first token. It reads
+    κ·(X − 1)(P + X/2) bytes of KV and has a share of at least 1/n in X − 1 readings of the weights, Nβ bytes
+    each. The linear layers also take 2N(P + X − 1) FLOP. In a step, the longer of the two counts, and a sum
+    of maxima is at least the maximum of the sums:
+    - mixed steps: max(2N(P + X − 1)/C, (X − 1)·Nβ/(W·n));
+    - prompts in steps of their own: 2NP/C + (X − 1)·max(2N/C, Nβ/(W·n)).
+    What is left out only takes longer: attention's arithmetic, short prompt steps, preemption.
+    Source: own derivation from `decode_step_seconds`.
+
+    Args:
+        shape: The model, with one data type for weights and cache; windows count as whole contexts.
+        prompts: Prompt lengths P in tokens.
+        outputs: Output lengths X in tokens, of the same requests.
+        num_seqs: Most requests n that run at once: seats, or what the memory holds on average.
+        peak_flops: C in FLOP/s.
+        bandwidth: W in bytes/s.
+        mixed: Whether prompts and decodes may share a step.
+    """
+    positive(num_seqs=num_seqs, peak_flops=peak_flops, bandwidth=bandwidth)
+    prompt, output = lengths_array("prompts", prompts), lengths_array("outputs", outputs)
+    if len(prompt) != len(output):
+        raise ValueError(f"prompts has {len(prompt)} values, but outputs has {len(output)}")
+    decodes, context = output.mean() - 1, ((output - 1) * (prompt + output / 2)).mean()
+    token = 2 * shape.num_parameters / peak_flops
+    weights = shape.num_parameters * shape.dtype_bytes / bandwidth / num_seqs
+    if mixed:
+        linear = max(token * (prompt.mean() + decodes), weights * decodes)
+    else:
+        linear = token * prompt.mean() + decodes * max(token, weights)
+    return float(1 / (linear + context * kv_bytes_per_token(shape) / bandwidth))
