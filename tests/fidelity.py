@@ -6,6 +6,7 @@ Durations are CPU seconds of one thread, divided by how much longer than usual a
 """
 
 import argparse
+import csv
 import time
 from dataclasses import dataclass, replace
 from statistics import median
@@ -47,16 +48,27 @@ class Case:
         return CacheConfig(self.num_blocks, BLOCK, prefix_caching=self.caching, num_host_blocks=host)
 
 
-def cases(size: int, seed: int) -> tuple[Case, list[Case]]:
+def cases(size: int, seed: int, brief: bool = False) -> tuple[Case, list[Case]]:
     """Return the calibration's workload, which covers sizes and contexts of the others, and five others."""
     rng = np.random.default_rng(seed)
 
     def drawn(arrivals, prompts, outputs, number, prefixes=None):
-        lengths = (Uniform(*prompts), Uniform(*outputs))
+        # A slow model writes half as much.
+        outputs = Uniform(*(max(1, tokens // 2) for tokens in outputs)) if brief else Uniform(*outputs)
+        lengths = (Uniform(*prompts), outputs)
         made = workloads.make_requests(arrivals, lengths, number, rng, prefixes=prefixes)
         return workloads.resolve_prompts(made, None, 256, rng)
 
-    calibration = Case("calibration", drawn(AtOnce(), (1, 180), (1, 48), 2 * size))
+    # A fit is asked for no more than it has seen: many prompts that begin in one step, many that go on behind a
+    # cached prefix, and long ones in chunks.
+    parts = [
+        drawn(AtOnce(), (1, 15), (1, 12), size),
+        drawn(AtOnce(), (1, 24), (2, 3), size, Prefixes(1, Uniform(112, 112))),
+        drawn(AtOnce(), (1, 180), (1, 48), size),
+    ]
+    mixed = [replace(request, id=f"c{place}") for place, request in enumerate(sum(parts, []))]
+    calibration = Case("calibration", mixed, caching=True)
+    tight = 16 if brief else 26
     others = [
         Case("short answers", drawn(AtOnce(), (60, 160), (2, 12), size)),
         Case("long answers", drawn(Poisson(1.0), (4, 30), (24, 48), size), 0.8),
@@ -66,8 +78,8 @@ def cases(size: int, seed: int) -> tuple[Case, list[Case]]:
             0.9,
             caching=True,
         ),
-        Case("tight pool, recompute", drawn(Poisson(1.0), (16, 100), (8, 40), size), 1.5, 26),
-        Case("tight pool, swap", drawn(AtOnce(), (16, 100), (8, 40), size), 0.0, 26, "swap"),
+        Case("tight pool, recompute", drawn(Poisson(1.0), (16, 100), (8, 40), size), 2.0, tight),
+        Case("tight pool, swap", drawn(AtOnce(), (16, 100), (8, 40), size), 0.0, tight, "swap"),
     ]
     return calibration, others
 
@@ -86,20 +98,13 @@ class Bench:
         executor.warm_up()
         paced = Paced(executor, self.yardstick, self.usual)
         scheduler = Scheduler(policies.get(policy), case.limits, case.pool)
-        return serve(
-            case.requests, scheduler, paced, on_step=lambda _: None if bar is None else bar.update()
-        )
+        return serve(case.requests, scheduler, paced, on_step=lambda _: None if bar is None else bar.update())
 
 
-def calibrate(bench: Bench, case: Case, bar=None):
-    """Serve the calibration's workload with room, as a static batch, and in a pool so tight that it swaps."""
-    tight = replace(case, num_blocks=24, preemption="swap")
-    return [
-        bench.run(case, "fcfs", bar),
-        bench.run(case, "static", bar),
-        bench.run(tight, "srpt", bar),
-        bench.run(tight, "fcfs", bar),
-    ]
+def settings(case: Case) -> list[tuple[Case, str]]:
+    """Return how the calibration serves its workload: with room, as a static batch, and so tight that it swaps."""
+    tight = replace(case, num_blocks=22, preemption="swap", caching=False)
+    return [(case, "fcfs"), (case, "static"), (tight, "fcfs"), (tight, "srpt")]
 
 
 def timed(case: Case, cost) -> Case:
@@ -114,46 +119,87 @@ def timed(case: Case, cost) -> Case:
     )
 
 
-def rows_of(traces, cases_by_name, cost):
-    for (name, policy), trace in traces.items():
-        yield name, policy, fidelity(trace, predict_run(trace, cases_by_name[name].requests, cost))
+def summary(model: str, cost: str, policy: str, runs) -> dict[str, object]:
+    """Return one row of the table: medians of the errors without sign, over some runs' requests together."""
+    latency, ttft = (np.abs(np.concatenate(errors)) for errors in list(zip(*runs, strict=True))[:2])
+    return {
+        "model": model,
+        "cost": cost,
+        "policy": policy,
+        "num_requests": len(latency),
+        "latency_error": round(float(np.median(latency)), 4),
+        "ttft_error": round(float(np.median(ttft)), 4),
+        "makespan_error": round(float(np.median([abs(run.makespan) for run in runs])), 4),
+        "worst_makespan_error": round(max(abs(run.makespan) for run in runs), 4),
+        "equal_plans": round(float(np.mean([run.equal_plans for run in runs])), 3),
+    }
+
+
+def report(model: str, others: dict[str, Case], costs, traces, again) -> list[dict[str, object]]:
+    """Return the errors of each cost by policy, and those of a second run as a prediction of the first."""
+    rows = []
+    for name, cost in costs.items():
+        everything = []
+        for policy in POLICIES:
+            runs = [
+                fidelity(trace, predict_run(trace, others[case].requests, cost))
+                for (case, served), trace in traces.items()
+                if served == policy
+            ]
+            everything += runs
+            rows.append(summary(model, name, policy, runs))
+        rows.append(summary(model, name, "all", everything))
+    rows.append(
+        summary(model, "second run", "fcfs", [fidelity(traces[key], trace) for key, trace in again.items()])
+    )
+    return rows
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", default="tiny", choices=models.BUILT_IN)
-    parser.add_argument("--size", type=int, default=32, help="requests of a workload")
+    parser.add_argument("--size", type=int, default=24, help="requests of a workload")
     parser.add_argument("--seed", type=int, default=13)
-    parser.add_argument("--csv", help="write one row a policy here")
-    parser.add_argument("--save", help="pickle the runs here")
+    parser.add_argument("--csv", help="write the table here as well")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     began = time.process_time()
-    calibration, others = cases(arguments.size, arguments.seed)
+    calibration, drawn = cases(arguments.size, arguments.seed, arguments.model != "tiny")
     bench = Bench(arguments.model)
     with progress_bar(None, "engine steps", "step") as bar:
-        runs = calibrate(bench, calibration, bar)
-        cost = Calibrated.fit(*runs)
-        linear = Linear.fit(*runs, context=True)
-        others = {case.name: timed(case, cost) for case in others}
+        runs = [bench.run(*setting, bar) for setting in settings(calibration)]
+        costs = {"calibrated": Calibrated.fit(*runs), "linear": Linear.fit(*runs, context=True)}
+        others = {case.name: timed(case, costs["calibrated"]) for case in drawn}
         traces = {
             (name, policy): bench.run(case, policy, bar)
             for name, case in others.items()
             for policy in POLICIES
         }
         again = {(name, "fcfs"): bench.run(case, "fcfs", bar) for name, case in others.items()}
-        runs_again = calibrate(bench, calibration, bar)
-    if arguments.save:
-        import pickle
+    rows = report(arguments.model, others, costs, traces, again)
+    print_table(rows, costs["calibrated"], traces)
+    print(f"{time.process_time() - began:.0f} CPU seconds")
+    if arguments.csv:
+        with open(arguments.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
 
-        with open(arguments.save, "wb") as file:
-            pickle.dump((runs, others, traces, again, runs_again), file)
-    report(runs, others, traces, again, runs_again)
-    print("CPU seconds", time.process_time() - began)
 
-
-def report(runs, others, traces, again, runs_again):
-    pass
+def print_table(rows, cost: Calibrated, traces) -> None:
+    print(
+        f"calibrated on {cost.num_fitted} steps; {cost.num_held_out} held out are off by "
+        f"{cost.held_out_error:.1%} in the median, and by {cost.held_out_bias:+.1%} together; "
+        f"{sum(len(trace.steps) for trace in traces.values())} steps predicted, "
+        f"{sum(map(metrics.num_preemptions, traces.values()))} preemptions"
+    )
+    print("cost        policy   requests  latency    TTFT  makespan   worst  plans equal")
+    for row in rows:
+        print(
+            f"{row['cost']:12}{row['policy']:8}{row['num_requests']:9}{row['latency_error']:9.1%}"
+            f"{row['ttft_error']:8.1%}{row['makespan_error']:10.1%}{row['worst_makespan_error']:8.1%}"
+            f"{row['equal_plans']:13.0%}"
+        )
 
 
 if __name__ == "__main__":

@@ -57,9 +57,7 @@ def fidelity(measured: Trace, predicted: Trace) -> Fidelity:
         raise ValueError("the two runs did not serve the same requests, or answered nobody")
     latencies = [(one.latency, other.latency) for one, other in pairs]
     ttfts = [(one.ttft, other.ttft) for one, other in pairs]
-    plans = [
-        one.plan == other.plan for one, other in zip(measured.steps, predicted.steps, strict=False)
-    ]
+    plans = [one.plan == other.plan for one, other in zip(measured.steps, predicted.steps, strict=False)]
     return Fidelity(
         tuple(ours / real - 1 for real, ours in latencies if real and ours),
         tuple(ours / real - 1 for real, ours in ttfts if real and ours),
