@@ -14,8 +14,19 @@ from statistics import median
 import numpy as np
 import torch
 
-from cbresearch import CacheConfig, Linear, ModelExecutor, Request, Scheduler, SchedulerConfig
-from cbresearch import metrics, models, policies, simulate, workloads
+from cbresearch import (
+    CacheConfig,
+    Linear,
+    ModelExecutor,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    metrics,
+    models,
+    policies,
+    simulate,
+    workloads,
+)
 from cbresearch.costs import Calibrated
 from cbresearch.experiments.environment import progress_bar
 from cbresearch.experiments.fidelity import Paced, fidelity, predict_run, yardstick
@@ -59,14 +70,14 @@ def cases(size: int, seed: int, brief: bool = False) -> tuple[Case, list[Case]]:
         made = workloads.make_requests(arrivals, lengths, number, rng, prefixes=prefixes)
         return workloads.resolve_prompts(made, None, 256, rng)
 
-    # A fit is asked for no more than it has seen: many prompts that begin in one step, many that go on behind a
-    # cached prefix, and long ones in chunks.
+    # A fit is asked for no more than it has seen: many prompts that begin in one step, many that go on
+    # behind a cached prefix, and long ones in chunks.
     parts = [
-        drawn(AtOnce(), (1, 15), (1, 12), size),
-        drawn(AtOnce(), (1, 24), (2, 3), size, Prefixes(1, Uniform(112, 112))),
-        drawn(AtOnce(), (1, 180), (1, 48), size),
+        *drawn(AtOnce(), (1, 15), (1, 12), size),
+        *drawn(AtOnce(), (1, 24), (2, 3), size, Prefixes(1, Uniform(112, 112))),
+        *drawn(AtOnce(), (1, 180), (1, 48), size),
     ]
-    mixed = [replace(request, id=f"c{place}") for place, request in enumerate(sum(parts, []))]
+    mixed = [replace(request, id=f"c{place}") for place, request in enumerate(parts)]
     calibration = Case("calibration", mixed, caching=True)
     tight = 16 if brief else 26
     others = [
@@ -102,7 +113,7 @@ class Bench:
 
 
 def settings(case: Case) -> list[tuple[Case, str]]:
-    """Return how the calibration serves its workload: with room, as a static batch, and so tight that it swaps."""
+    """Return how the calibration serves its workload: with room, as a static batch, and so tight it swaps."""
     tight = replace(case, num_blocks=22, preemption="swap", caching=False)
     return [(case, "fcfs"), (case, "static"), (tight, "fcfs"), (tight, "srpt")]
 
