@@ -125,7 +125,7 @@ def recorded(seed, cost, **limits):
 
 
 def test_a_fit_finds_the_coefficients_that_made_the_steps():
-    true = (0.01, 0.002, 0.001, 0.003, 1e-5, 2e-5, 1e-6, 0.0)
+    true = (0.01, 0.004, 0.002, 0.001, 0.003, 1e-5, 2e-5, 1e-6, 0.0)
 
     def cost(plan):
         from cbresearch.costs.calibrated import features_of
@@ -139,6 +139,13 @@ def test_a_fit_finds_the_coefficients_that_made_the_steps():
     other = recorded(3, cost)
     again = [fitted(step.plan) for step in other.steps]
     np.testing.assert_allclose(again, [step.duration for step in other.steps], rtol=5e-3)
+
+
+def test_a_single_row_may_cost_less_than_the_line_through_larger_steps():
+    trace = recorded(7, lambda plan: 0.01 + 0.001 * plan.num_tokens - 0.002 * (plan.num_tokens == 1))
+    fitted = Calibrated.fit(trace)
+    assert fitted(decodes(1, 10)) == pytest.approx(0.009, rel=1e-2)
+    assert fitted(decodes(2, 10)) == pytest.approx(0.012, rel=1e-2)
 
 
 def test_the_held_out_error_is_that_of_steps_the_fit_did_not_see():

@@ -11,6 +11,7 @@ from cbresearch.trace import Trace
 
 FEATURES = (
     "steps",
+    "steps of several tokens",
     "decode rows",
     "prefill tokens",
     "prefill chunks",
@@ -114,6 +115,8 @@ def features_of(plan: Plan) -> Sequence[float]:
     chunk_context = sum(entry.context_length for entry in chunks)
     return (
         1,
+        # A single row by a matrix is another routine than several: on a CPU a cheaper one by more than a row.
+        int(plan.num_tokens > 1),
         num_decode_rows,
         sum(entry.num_tokens for entry in chunks),
         len(chunks),
