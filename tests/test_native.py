@@ -9,7 +9,14 @@ import torch
 from conftest import generate_alone
 from test_attention import dense, random_chunks, serve_tokens, shape
 from torch._dynamo.utils import counters
-from transformers import Gemma2Config, Gemma2ForCausalLM, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from cbresearch import models, policies
 from cbresearch.attention import PagedCache, choose_backend
@@ -130,6 +137,24 @@ def test_tokens_equal_generate_alone_under_schedules_that_preempt(compile, tiny,
     assert counters["stats"]["unique_graphs"] == graphs, "some number of tokens was compiled for by itself"
     assert tiny.model.config._attn_implementation == before
     assert generate_alone(tiny.model, alone[3].prompt, 24) == alone[3].continuation
+
+
+@needs_compiler
+def test_two_compiled_models_in_one_process_are_not_taken_for_each_other():
+    prompt = tuple(range(3, 20))
+    made = []
+    for num_layers in (1, 2, 1):
+        torch.manual_seed(len(made))
+        config = LlamaConfig(**{**SIZES, "num_hidden_layers": num_layers, "sliding_window": None})
+        config.eos_token_id = None
+        loaded = models.wrap(f"model {len(made)}", LlamaForCausalLM(config))
+        limits, cache = SchedulerConfig(2, 64), CacheConfig(20, 4)
+        executor = ModelExecutor(loaded, limits, cache, compile=True, fill=math.nan)
+        made.append((loaded, executor, limits))
+    # All of them before any is asked, and the first one again after the others.
+    for loaded, executor, limits in (*made, made[0]):
+        trace = run(executor, [Request("r", prompt, 8)], "fcfs", limits)
+        assert trace.outputs["r"] == generate_alone(loaded.model, prompt, 8), loaded.name
 
 
 SIZES = {

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -148,8 +149,11 @@ class CompiledForward:
         self._model = copy.deepcopy(model, memo=shared)
         self._model.config._attn_implementation = ATTENTION_NAME
         pack_linear_layers(self._model)
+        # What is compiled is kept by the code that it was compiled from, and without guards on whose it is
+        # another model would get it: so each has code of its own.
+        code = type(self)._run.__code__.replace()
         self._compiled = torch.compile(
-            self._run,
+            MethodType(FunctionType(code, globals()), self),
             fullgraph=True,
             dynamic=False,
             options={"guard_filter_fn": _keep_guards, "size_asserts": False},
