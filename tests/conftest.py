@@ -1,8 +1,12 @@
 """What several test files share: a small real model, and what it answers to each prompt alone."""
 
+import datetime
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -62,3 +66,29 @@ def top_two_gap() -> Callable[..., float]:
         return float(best[0] - best[1])
 
     return gap
+
+
+@pytest.fixture
+def no_clocks(monkeypatch) -> Callable[..., AbstractContextManager]:
+    """Return a context in which whoever looks at the host's clock fails."""
+
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("the host's clock was looked at")
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with monkeypatch.context() as patch:
+            for name in (
+                "time",
+                "perf_counter",
+                "monotonic",
+                "process_time",
+                "time_ns",
+                "perf_counter_ns",
+                "sleep",
+            ):
+                patch.setattr(time, name, forbidden)
+            patch.setattr(datetime, "datetime", SimpleNamespace(now=forbidden, utcnow=forbidden))
+            yield
+
+    return context

@@ -1,6 +1,5 @@
 """The loop: arrivals and the virtual clock, ties, refusals, and nothing but the arguments in the outcome."""
 
-import datetime
 import hashlib
 import json
 import math
@@ -8,8 +7,6 @@ import os
 import random
 import subprocess
 import sys
-import time
-from types import SimpleNamespace
 
 import pytest
 from hygiene import ROOT
@@ -244,25 +241,11 @@ def test_a_token_that_the_executor_says_ends_the_output_ends_it():
 # --- nothing but the arguments decides
 
 
-def test_the_wall_clock_does_not_reach_a_simulated_run(monkeypatch):
+def test_the_wall_clock_does_not_reach_a_simulated_run(no_clocks):
     cost = Linear(step=0.01, token=0.003, context=0.0001)
     plain = run(random_workload(7), executor=CostExecutor(cost), seats=3)
 
-    def forbidden(*_):
-        raise AssertionError("the wall clock was read")
-
-    with monkeypatch.context() as patch:
-        for name in (
-            "time",
-            "perf_counter",
-            "monotonic",
-            "process_time",
-            "time_ns",
-            "perf_counter_ns",
-            "sleep",
-        ):
-            patch.setattr(time, name, forbidden)
-        patch.setattr(datetime, "datetime", SimpleNamespace(now=forbidden, utcnow=forbidden))
+    with no_clocks():
         patched = run(random_workload(7), executor=CostExecutor(cost), seats=3)
     assert patched == plain
 

@@ -2,14 +2,11 @@
 
 import inspect
 import math
-import os
-import subprocess
-import sys
 from statistics import NormalDist
 
 import numpy as np
 import pytest
-from hygiene import ROOT
+from hygiene import printed_by_two_processes
 
 from cbresearch import workloads
 from cbresearch.config import CacheConfig, SchedulerConfig
@@ -558,18 +555,9 @@ print(w.multi_turn_sessions(rng, n=4, size=0.05).start()[0])
 
 
 def test_the_same_seed_gives_the_same_bytes_in_another_process_under_another_hash_seed():
-    shown = [
-        subprocess.run(
-            [sys.executable, "-c", SHOW_ALL],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert shown[0] == shown[1]
-    assert len(shown[0]) > 20_000
+    first, second = printed_by_two_processes(SHOW_ALL)
+    assert first == second
+    assert len(first) > 20_000
 
 
 def test_the_scores_of_a_copula_are_normal():

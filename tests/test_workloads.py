@@ -3,14 +3,11 @@
 import dataclasses
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 
 import numpy as np
 import pytest
-from hygiene import ROOT
+from hygiene import printed_by_two_processes
 
 from cbresearch import workloads
 from cbresearch.request import Refusal, Request, SamplingParams
@@ -638,18 +635,9 @@ for name, preset in workloads.PRESETS.items():
 
 
 def test_the_same_seed_gives_the_same_requests_in_another_process_under_another_hash_seed():
-    shown = [
-        subprocess.run(
-            [sys.executable, "-c", SHOW_ALL],
-            cwd=ROOT,
-            env=os.environ | {"PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    ]
-    assert shown[0] == shown[1]
-    assert len(shown[0]) > 50_000
+    first, second = printed_by_two_processes(SHOW_ALL)
+    assert first == second
+    assert len(first) > 50_000
 
 
 @pytest.mark.parametrize("name", ["lognormal128", "poisson64"])
