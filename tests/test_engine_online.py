@@ -313,7 +313,9 @@ def test_a_stop_aborts_or_drains_and_every_stream_comes_to_its_end(build, alone)
         streams = [engine.add(answer.prompt, 20) for answer in alone[1:5]]
         gate.open()
         next(streams[0])
+        assert engine.num_unfinished > 0
         engine.stop(drain)
+        assert engine.num_unfinished == 0
         outputs = [stream.result(timeout=0) for stream in streams]
         for output, answer in zip(outputs, alone[1:5], strict=True):
             assert output.token_ids == answer.continuation[: len(output.token_ids)]
