@@ -319,7 +319,10 @@ def test_a_stop_aborts_or_drains_and_every_stream_comes_to_its_end(build, alone)
         outputs = [stream.result(timeout=0) for stream in streams]
         for output, answer in zip(outputs, alone[1:5], strict=True):
             assert output.token_ids == answer.continuation[: len(output.token_ids)]
-        assert {output.finish_reason for output in outputs} == {"length" if drain else "abort"}
+        # Who had a seat may have come to its end by itself before the stop was heard.
+        reasons = [output.finish_reason for output in outputs]
+        assert set(reasons) <= ({"length"} if drain else {"length", "abort"})
+        assert reasons[-1] == ("length" if drain else "abort")
         assert done.result().token_ids == alone[0].continuation[:1]
         assert_whole(engine)
         with pytest.raises(RuntimeError, match="the engine has stopped"):
