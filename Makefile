@@ -19,7 +19,7 @@ endif
 # and one thread per process, which also keeps parallel test workers from fighting over the cores.
 CHECKED := TQDM_DISABLE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: setup run test lab notebooks bench bench-vllm gpu lint
+.PHONY: setup run test lab notebooks claims bench bench-vllm gpu lint
 
 setup: $(READY)
 
@@ -50,6 +50,9 @@ lab: $(READY)
 
 notebooks: $(READY)
 	$(CHECKED) $(PY) tests/execute_notebooks.py notebooks/*.ipynb
+
+claims: $(READY)
+	$(PY) tests/collect_claims.py notebooks/*.ipynb
 
 bench: $(READY)
 	TRITON_INTERPRET=1 $(PY) tests/kernel_traffic.py

@@ -6,6 +6,7 @@ from typing import Any
 _EXPORTS = {
     "BlockManager": "blocks",
     "CacheConfig": "config",
+    "Claims": "claims",
     "Hardware": "config",
     "ModelShape": "config",
     "QueueLimits": "config",

@@ -35,6 +35,7 @@ FLOOR_PLAN: dict[str, set[str]] = {
     "trace": {"request", "config", "plan", "leap", "numpy", "pandas"},
     "serve": {"scheduler", "trace", "plan", "leap", "request", "config", "numpy", "tqdm"},
     "formulas": {"config", "numpy"},
+    "claims": set(),
     "metrics": {"trace", "config", "numpy", "pandas", "scipy"},
     "streaming": {"trace", "leap", "metrics"},
     "workloads": {"request", "numpy", "pandas", "pooch"},

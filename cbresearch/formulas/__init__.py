@@ -89,12 +89,14 @@ from cbresearch.formulas.sharing import (
     sample_copies,
     sample_prefill_tokens,
 )
+from cbresearch.formulas.source import code
 
 __all__ = [
     "Lengths",
     "MemoryShares",
     "clipped_gap_cv2",
     "clipped_gap_mean",
+    "code",
     "contiguous_memory_shares",
     "continuous_seconds",
     "continuous_steps",
