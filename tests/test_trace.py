@@ -235,46 +235,37 @@ def test_the_first_steps_of_a_run_have_as_many_stays_as_admissions(trace):
 def test_the_chrome_trace_has_a_track_a_seat_and_a_slice_a_stay(trace):
     value = json.loads(json.dumps(trace.to_chrome(), allow_nan=False))
     assert value["otherData"]["policy"] == trace.policy
-    events = {phase: [event for event in value["traceEvents"] if event["ph"] == phase] for phase in "MXC"}
-    assert sum(map(len, events.values())) == len(value["traceEvents"])
-    assert {event["tid"] for event in events["M"]} == set(range(LIMITS.max_num_seqs))
-    slices = [
-        (
-            event["name"],
-            event["tid"],
-            event["ts"] / 1e6,
-            (event["ts"] + event["dur"]) / 1e6,
-            event["args"]["padding_steps"],
-        )
-        for event in events["X"]
+    seats = [event for event in value["traceEvents"] if event["ph"] == "M" and event["name"] == "thread_name"]
+    assert [event["args"]["name"] for event in seats] == [
+        *(f"seat {seat}" for seat in range(LIMITS.max_num_seqs)),
+        "steps",
     ]
-    expected = [
-        (stay.request_id, stay.seat, trace.steps[stay.first_step].start, trace.steps[stay.last_step].end)
-        for stay in trace.stays()
-    ]
-    for found, (name, seat, start, end) in zip(slices, expected, strict=True):
-        assert found[:2] == (name, seat)
-        assert found[2:4] == pytest.approx((start, end))
-        assert start < end
-    assert [found[4] for found in slices] == [stay.num_padding_steps for stay in trace.stays()]
+    slices = [event for event in value["traceEvents"] if event.get("cat") == "stay"]
+    for event, stay in zip(slices, trace.stays(), strict=True):
+        start, end = trace.steps[stay.first_step].start, trace.steps[stay.last_step].end
+        assert (event["name"], event["tid"]) == (stay.request_id, stay.seat)
+        assert event["ts"] / 1e6 == pytest.approx(start)
+        assert (event["ts"] + event["dur"]) / 1e6 == pytest.approx(end)
+        assert event["args"]["num_padding_steps"] == stay.num_padding_steps
 
 
 def test_the_chrome_trace_counts_requests_and_blocks_at_every_step(trace):
-    counters = [event for event in trace.to_chrome()["traceEvents"] if event["ph"] == "C"]
-    by_name = {
-        name: [event for event in counters if event["name"] == name] for name in {e["name"] for e in counters}
-    }
+    found = {}
+    for event in trace.to_chrome()["traceEvents"]:
+        if event["ph"] == "C":
+            found.setdefault(event["name"], []).append((event["ts"], event["args"]["value"]))
     expected = {
-        "running requests": "num_running",
-        "waiting requests": "num_waiting",
-        "held KV blocks": "num_held_blocks",
+        "num_requests_running": [step.num_running for step in trace.steps],
+        "num_requests_waiting": [step.num_waiting for step in trace.steps],
+        "kv_cache_usage_perc": [step.num_held_blocks / POOL.num_blocks for step in trace.steps],
+        "held KV blocks": [step.num_held_blocks for step in trace.steps],
+        "held KV tokens": [step.num_held_tokens for step in trace.steps],
     }
-    assert set(by_name) == set(expected)
-    for name, field in expected.items():
-        assert [event["args"]["n"] for event in by_name[name]] == [
-            getattr(step, field) for step in trace.steps
-        ]
-        assert [event["ts"] for event in by_name[name]] == [step.start * 1e6 for step in trace.steps]
+    assert set(found) == set(expected)
+    for name, values in expected.items():
+        times, counted = zip(*found[name], strict=True)
+        assert list(counted) == [*values, 0], "what the last step held is given back"
+        assert times == pytest.approx([*(step.start * 1e6 for step in trace.steps), trace.duration * 1e6])
 
 
 def test_an_empty_trace_can_be_written_in_every_form():

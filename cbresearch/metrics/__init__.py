@@ -39,6 +39,7 @@ from cbresearch.metrics.basic import (
     wasted_row_share,
 )
 from cbresearch.metrics.clients import jain_index, service_by_client
+from cbresearch.metrics.exposition import exposition
 from cbresearch.metrics.intervals import (
     Interval,
     batch_means_interval,
@@ -56,6 +57,7 @@ __all__ = [
     "Summary",
     "TokenCounts",
     "batch_means_interval",
+    "exposition",
     "fluidity_index",
     "fragmentation",
     "goodput",

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.leap import Leap
 from cbresearch.trace.explain import explain
+from cbresearch.trace.perfetto import chrome_trace, write_perfetto
 from cbresearch.trace.records import RequestRecord, StepRecord
 from cbresearch.trace.steps import Steps
 
@@ -229,37 +231,20 @@ class Trace:
         return pd.DataFrame([request.row() for request in self.requests])
 
     def to_chrome(self) -> dict[str, Any]:
-        """Return the run in the Chrome trace event format: a track per seat, a counter per resource.
+        """Return the run in the Chrome trace event format, as `to_perfetto` writes it."""
+        return chrome_trace(self)
 
-        Times are microseconds. Perfetto and chrome://tracing open it.
+    def to_perfetto(self, path: str | Path) -> Path:
+        """Write the run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+
+        A track a seat shows who sat there, and in each stay when its row was prefilled, decoded or computed
+        for nothing; one more track shows the steps. Counters tell of requests and KV blocks in each step,
+        named as vLLM names them where they mean the same; marks tell of preemptions and refusals.
+
+        Args:
+            path: Where to write it; with the ending ".gz" it is compressed.
         """
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "pid": 0, "tid": seat, "name": "thread_name", "args": {"name": f"seat {seat}"}}
-            for seat in range(self.scheduler.max_num_seqs)
-        ]
-        for stay in self.stays():
-            start = self.steps[stay.first_step].start
-            events.append(
-                {
-                    "ph": "X",
-                    "pid": 0,
-                    "tid": stay.seat,
-                    "name": stay.request_id,
-                    "ts": start * 1e6,
-                    "dur": (self.steps[stay.last_step].end - start) * 1e6,
-                    "args": {"padding_steps": stay.num_padding_steps},
-                }
-            )
-        for record in self.steps:
-            for name, value in (
-                ("running requests", record.num_running),
-                ("waiting requests", record.num_waiting),
-                ("held KV blocks", record.num_held_blocks),
-            ):
-                events.append(
-                    {"ph": "C", "pid": 0, "name": name, "ts": record.start * 1e6, "args": {"n": value}}
-                )
-        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"policy": self.policy}}
+        return write_perfetto(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """Return the limits of the run and its requests as plain values for `results.json`."""

@@ -1,0 +1,168 @@
+"""A run as a Chrome trace, which Perfetto and chrome://tracing open."""
+
+import gzip
+import json
+from bisect import bisect_right
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cbresearch.trace.files import write_whole
+from cbresearch.trace.records import StepRecord
+
+if TYPE_CHECKING:
+    from cbresearch.trace.run import Trace
+
+Event = dict[str, Any]
+
+_SEATS, _STEPS = 0, 1
+"""Processes of the trace: a thread a seat, and a thread for the steps beside the counters."""
+
+
+def chrome_trace(trace: "Trace") -> dict[str, Any]:
+    """Return the run in the Chrome trace event format; times are in microseconds, of whole nanoseconds."""
+    events = [*_names(trace), *_stays(trace), *_steps(trace), *_refusals(trace)]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"policy": trace.policy}}
+
+
+def write_perfetto(trace: "Trace", path: str | Path) -> Path:
+    """Write the run so that Perfetto opens it; see `Trace.to_perfetto`."""
+    path = Path(path)
+    text = json.dumps(chrome_trace(trace), separators=(",", ":"), allow_nan=False)
+    if path.suffix == ".gz":
+        # No time and no name inside, so that the same run gives the same bytes.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(gzip.compress(text.encode(), mtime=0))
+    else:
+        write_whole(path, text)
+    return path
+
+
+def _nanoseconds(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _slice(pid: int, tid: int, name: str, start: float, end: float, category: str, args: Event) -> Event:
+    # Both ends are rounded alike, so that slices that touch neither overlap nor leave a gap.
+    first, last = _nanoseconds(start), _nanoseconds(end)
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": name,
+        "cat": category,
+        "ts": first / 1000,
+        "dur": (last - first) / 1000,
+        "args": args,
+    }
+
+
+def _names(trace: "Trace") -> Iterator[Event]:
+    for pid, name in ((_SEATS, "seats"), (_STEPS, "steps")):
+        yield {"ph": "M", "pid": pid, "tid": 0, "name": "process_name", "args": {"name": name}}
+    for seat in range(trace.scheduler.max_num_seqs):
+        for kind, args in (
+            ("thread_name", {"name": f"seat {seat}"}),
+            ("thread_sort_index", {"sort_index": seat}),
+        ):
+            yield {"ph": "M", "pid": _SEATS, "tid": seat, "name": kind, "args": args}
+    yield {"ph": "M", "pid": _STEPS, "tid": 0, "name": "thread_name", "args": {"name": "steps"}}
+
+
+def _stays(trace: "Trace") -> Iterator[Event]:
+    """Yield a slice a stay in a seat, and in it one for what the seat did: prefill, decode, padding."""
+    phases = _phases(trace)
+    for stay in trace.stays():
+        first, last = trace.steps[stay.first_step], trace.steps[stay.last_step]
+        args = {"num_padding_steps": stay.num_padding_steps}
+        yield _slice(_SEATS, stay.seat, stay.request_id, first.start, last.end, "stay", args)
+        done = phases[stay.request_id]
+        # Stays of one request come in order.
+        number = bisect_right(done, stay.last_step, key=lambda phase: phase[0])
+        inside, phases[stay.request_id] = done[:number], done[number:]
+        for kind, group in groupby(inside, key=lambda phase: phase[1]):
+            parts = list(group)
+            begun, ended = trace.steps[parts[0][0]], trace.steps[parts[-1][0]]
+            yield _slice(
+                _SEATS,
+                stay.seat,
+                kind,
+                begun.start,
+                ended.end,
+                "phase",
+                {"num_steps": len(parts), "num_tokens": sum(part[2] for part in parts)},
+            )
+
+
+def _phases(trace: "Trace") -> dict[str, list[tuple[int, str, int]]]:
+    """Return for each request the steps in which its row was computed, with what for and how many tokens."""
+    found: dict[str, list[tuple[int, str, int]]] = {}
+    for record in trace.steps:
+        step = record.plan.step
+        for entry in record.plan.scheduled:
+            kind = "prefill" if entry.is_prefill else "decode"
+            found.setdefault(entry.request_id, []).append((step, kind, entry.num_tokens))
+        for row in record.plan.padding:
+            found.setdefault(row.request_id, []).append((step, "padding", 1))
+    return found
+
+
+def _steps(trace: "Trace") -> Iterator[Event]:
+    """Yield a slice a step and the counters, named as vLLM names them where they mean the same."""
+    for record in trace.steps:
+        plan = record.plan
+        yield _slice(
+            _STEPS,
+            0,
+            f"step {plan.step}",
+            record.start,
+            record.end,
+            "step",
+            {
+                "num_prefill_tokens": plan.num_prefill_tokens,
+                "num_decode_tokens": plan.num_decode_tokens,
+                "num_padding_rows": len(plan.padding),
+                "num_context_tokens": plan.num_context_tokens,
+                "closed": plan.closed or "",
+            },
+        )
+        for name, value in _counters(trace, record):
+            yield _at(record.start, {"ph": "C", "pid": _STEPS, "name": name, "args": {"value": value}})
+        for request_id in plan.preempted:
+            name = f"{'swap out' if request_id in plan.swapped else 'preempt'} {request_id}"
+            yield _at(record.start, {"ph": "i", "s": "p", "pid": _STEPS, "tid": 0, "name": name})
+    if trace.steps:
+        # What the last step held is given back with its end.
+        last = trace.steps[-1]
+        for name, _ in _counters(trace, last):
+            yield _at(last.end, {"ph": "C", "pid": _STEPS, "name": name, "args": {"value": 0}})
+
+
+def _counters(trace: "Trace", record: StepRecord) -> list[tuple[str, float]]:
+    values: list[tuple[str, float]] = [
+        ("num_requests_running", record.num_running),
+        ("num_requests_waiting", record.num_waiting),
+        ("kv_cache_usage_perc", record.num_held_blocks / trace.cache.num_blocks),
+        ("held KV blocks", record.num_held_blocks),
+        ("held KV tokens", record.num_held_tokens),
+    ]
+    if trace.cache.prefix_caching:
+        values.append(("cached KV blocks", record.num_cached_blocks))
+    if trace.cache.num_host_blocks:
+        values += [
+            ("num_requests_swapped", record.num_swapped),
+            ("held host blocks", record.num_held_host_blocks),
+        ]
+    return values
+
+
+def _refusals(trace: "Trace") -> Iterator[Event]:
+    for record in trace.requests:
+        if record.is_refused:
+            event = {"ph": "i", "s": "p", "pid": _STEPS, "tid": 0, "name": f"refuse {record.id}"}
+            yield _at(record.arrival, {**event, "args": {"error": record.error}})
+
+
+def _at(seconds: float, event: Event) -> Event:
+    return {**event, "ts": _nanoseconds(seconds) / 1000}
