@@ -1,7 +1,9 @@
 """The one loop: arrivals, clock, steps, finish."""
 
+import gc
 import math
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Protocol
@@ -12,6 +14,9 @@ from cbresearch.request import Refusal, Request, RequestState
 from cbresearch.scheduler import Foresight, Scheduler, look_ahead
 from cbresearch.scheduler.admission import check_request
 from cbresearch.trace import RequestRecord, StepRecord, Steps, Trace
+
+
+_NUM_NEW_OBJECTS = 1_000_000
 
 
 class Executor(Protocol):
@@ -114,6 +119,31 @@ class Loop:
         return record, committed.finished
 
 
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Let the garbage collector look for cycles more rarely, as long as this is entered.
+
+    What a run makes is kept or freed by its reference counts, and nothing in it refers to itself. So the
+    collector walks every record and every time in it, again and again, and finds nothing. What a policy or a
+    sink leaves in circles is still found behind so many new objects, which bounds the memory that it takes.
+    """
+    before = gc.get_threshold()
+    if not (gc.isenabled() and before[0]):
+        yield
+        return
+    gc.set_threshold(max(before[0], _NUM_NEW_OBJECTS), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+        if not gc.get_freeze_count():
+            # Together they move all that is there to the oldest generation, where it would be by now; else the
+            # next object that anyone makes would have the whole run walked at once.
+            gc.freeze()
+            gc.unfreeze()
+
+
+@_rare_collections()
 def serve(
     requests: Iterable[Request | Refusal],
     scheduler: Scheduler,
@@ -179,6 +209,7 @@ class Sink(Protocol):
         """Take a request that is finished or refused."""
 
 
+@_rare_collections()
 def stream(
     requests: Iterable[Request],
     scheduler: Scheduler,
