@@ -393,10 +393,10 @@ class BlockManager:
         self._ref_counts[block] += 1
 
     def _take(self, num_blocks: int) -> list[int]:
-        added = self._free[-num_blocks:][::-1]
+        counts, added = self._ref_counts, self._free[-num_blocks:][::-1]
         del self._free[-num_blocks:]
         for block in added:
-            self._ref_counts[block] = 1
+            counts[block] = 1
         return added
 
     def _release(self, block: int) -> None:

@@ -37,18 +37,18 @@ def look_ahead(
         or (kept and scheduler.blocks.config.sliding_window is not None)
     ):
         return None
+    waits = bool(scheduler._waiting or scheduler._swapped)
+    order: Sequence[RequestState] | None = _repeated(scheduler) if waits else running
+    if order is None:
+        return None
     for state in reversed(running):
         if state.num_tokens - state.num_computed_tokens != 1 or not state.output_token_ids:
             return None
-    waits = bool(scheduler._waiting or scheduler._swapped)
-    order: Sequence[RequestState] | None = running
-    if waits:
-        order = _repeated(scheduler)
-    elif scheduler.steady == "ranked" or scheduler._served is not None:
+    if not waits and (scheduler.steady == "ranked" or scheduler._served is not None):
         # Who keeps accounts may take note of who waits when it is asked.
         order = _proposed(scheduler, now)
-    if order is None:
-        return None
+        if order is None:
+            return None
     return Stride(scheduler, foresight, order, now, waits).run(
         until, passes_finishes and not waits and not scheduler.policy.keeps_seats
     )

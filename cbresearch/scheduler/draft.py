@@ -53,11 +53,10 @@ class Draft:
         """Return the plan, with a row for each kept request that the budget still takes."""
         if len(self.scheduled) < len(running):
             reason = "policy" if self.budget else "budget"
-            unserved = dict.fromkeys([state.request.id for state in running], reason)
-            for named in (self.scheduled, self.skipped):
-                for request_id in named:
-                    unserved.pop(request_id, None)
-            self.skipped.update(unserved)
+            for state in running:
+                request_id = state.request.id
+                if request_id not in self.scheduled:
+                    self.skipped.setdefault(request_id, reason)
         closed = self.closed
         if not self.budget:
             closed = "budget"
@@ -67,18 +66,23 @@ class Draft:
             step=step,
             scheduled=tuple(self.scheduled.values()),
             admitted=tuple(
-                Admission(state.request, seat, tuple(state.output_token_ids))
-                for state, seat in self.admitted.values()
+                [
+                    Admission(state.request, seat, tuple(state.output_token_ids))
+                    for state, seat in self.admitted.values()
+                ]
             ),
-            preempted=tuple(state.id for state in reversed(self.preempted)),
-            padding=tuple(
-                Padding(state.id, state.seat, state.num_computed_tokens)
-                for state in kept[: self.budget]
-                if state.seat is not None
-            ),
+            preempted=tuple([state.id for state in reversed(self.preempted)]),
+            padding=padding_of(kept[: self.budget]) if kept else (),
             aborted=tuple(self.aborted),
             swapped=tuple(self.swapped),
             transfers=transfers,
             skipped=tuple(map(NEW_TUPLE, repeat(Skipped), self.skipped.items())) if self.skipped else (),
             closed=closed,
         )
+
+
+def padding_of(kept: Sequence[RequestState]) -> tuple[Padding, ...]:
+    """Return the rows of finished requests that still have their seats."""
+    return tuple(
+        Padding(state.id, state.seat, state.num_computed_tokens) for state in kept if state.seat is not None
+    )

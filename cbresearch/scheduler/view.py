@@ -22,15 +22,15 @@ class LiveView:
 
     @property
     def waiting(self) -> Iterable[RequestState]:
-        return self._scheduler.waiting
+        return self._scheduler._waiting.values()
 
     @property
     def running(self) -> Sequence[RequestState]:
-        return self._scheduler.running
+        return self._scheduler._running
 
     @property
     def swapped(self) -> Iterable[RequestState]:
-        return self._scheduler.swapped
+        return self._scheduler._swapped.values()
 
     @property
     def preemption(self) -> str:
