@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from cbresearch.frozen import quickly_built
 from cbresearch.request import Request, RequestState, TokenLogprobs
 
 
@@ -95,6 +96,7 @@ class Padding(NamedTuple):
     context_length: int
 
 
+@quickly_built
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one step computes.
@@ -128,7 +130,7 @@ class Plan:
     @property
     def num_tokens(self) -> int:
         """Return the tokens computed in the step, padding included."""
-        return sum(entry.num_tokens for entry in self.scheduled) + len(self.padding)
+        return sum([entry.num_tokens for entry in self.scheduled]) + len(self.padding)
 
     def num_transfers(self, kind: str) -> int:
         """Return the blocks that the step copies by way of "copy", "swap_out" or "swap_in"."""
@@ -147,10 +149,11 @@ class Plan:
     @property
     def num_context_tokens(self) -> int:
         """Return the context lengths summed over all rows: the KV entries that attention reads."""
-        useful = sum(entry.start + entry.num_tokens for entry in self.scheduled)
-        return useful + sum(row.context_length for row in self.padding)
+        useful = sum([entry.start + entry.num_tokens for entry in self.scheduled])
+        return useful + sum([row.context_length for row in self.padding])
 
 
+@quickly_built
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What came of a plan.

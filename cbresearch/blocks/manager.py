@@ -140,9 +140,9 @@ class BlockManager:
             num_copies: Shared blocks that it would have to copy in order to write them.
         """
         begun = self._tables.get(request_id) or matched
-        num_in_sight = sum(block != NULL_BLOCK for block in begun)
+        num_in_sight = sum([block != NULL_BLOCK for block in begun])
         num_wanted = self._at_most(self.blocks_for(num_tokens) - len(begun) + num_in_sight) - num_in_sight
-        evictable = self.num_free_blocks - sum(block in self._unreferenced for block in matched)
+        evictable = self.num_free_blocks - sum([block in self._unreferenced for block in matched])
         return num_wanted + num_copies <= evictable
 
     def share(self, request_id: str, matched: Sequence[int]) -> None:

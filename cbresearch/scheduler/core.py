@@ -162,8 +162,10 @@ class Scheduler:
 
     def wakes(self, now: float) -> float | None:
         """Return the seconds until which the policy wants to wait although there is work, or None."""
+        if self._running:
+            return None
         self._view.now = now
-        wake = None if self._running else self.policy.wakes(self._view)
+        wake = self.policy.wakes(self._view)
         return wake if wake is not None and wake > now else None
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> Committed:
@@ -186,17 +188,21 @@ class Scheduler:
         num_external = blocks.num_unusable_blocks
         if self._was_refused:
             num_external = blocks.num_blocks - blocks.num_held_blocks - blocks.num_cached_blocks
-        committed = Committed(
-            tuple(finished),
-            len(self._running),
-            len(self._waiting) + len(self._swapped),
-            blocks.num_held_blocks,
-            memory.num_held_tokens(self._running, are_all=not self._kept),
-            blocks.num_cached_blocks,
-            num_external,
-            blocks.num_shared_blocks,
-            len(self._swapped),
-            blocks.num_held_host_blocks,
+        num_swapped = len(self._swapped)
+        committed = NEW_TUPLE(
+            Committed,
+            (
+                tuple(finished),
+                len(self._running),
+                len(self._waiting) + num_swapped,
+                blocks.num_held_blocks,
+                memory.num_held_tokens(self._running, are_all=not self._kept),
+                blocks.num_cached_blocks,
+                num_external,
+                blocks.num_shared_blocks,
+                num_swapped,
+                blocks.num_held_host_blocks,
+            ),
         )
         if finished:
             self._finish(finished)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from cbresearch.blocks import BlockManager
 from cbresearch.leap import Leap, Level
-from cbresearch.plan import Padding, Skipped
+from cbresearch.plan import Skipped
 from cbresearch.request import RequestState
+from cbresearch.scheduler.draft import NEW_TUPLE, padding_of
 from cbresearch.scheduler.forecast import forecast
 
 if TYPE_CHECKING:
@@ -91,15 +92,7 @@ class Stride:
         )
         self.is_careful = bool(self.enters) or cache.sliding_window is not None
         kept, budget = scheduler._kept, scheduler._plan.budget - len(order)
-        self.padding = (
-            tuple(
-                Padding(state.id, state.seat, state.num_computed_tokens)
-                for state in kept[:budget]
-                if state.seat is not None
-            )
-            if kept
-            else ()
-        )
+        self.padding = padding_of(kept[:budget]) if kept else ()
         self.num_held_tokens = self.memory.num_held_tokens(scheduler._running, are_all=not kept)
         self.ends: list[float] = []
         self.taken_in: list[int] = []
@@ -332,15 +325,18 @@ class Stride:
     def _level(self, offset: int, num_taken: int, closed: str | None) -> Level:
         blocks, num_rows = self.blocks, len(self.active)
         is_short = self.waits and self.scheduler._was_refused
-        return Level(
-            offset,
-            num_rows,
-            closed,
-            self.num_held_tokens + num_rows,
-            blocks.num_held_blocks - num_taken,
-            blocks.num_cached_blocks,
-            None if is_short else blocks.num_unusable_blocks,
-            blocks.num_shared_blocks,
+        return NEW_TUPLE(
+            Level,
+            (
+                offset,
+                num_rows,
+                closed,
+                self.num_held_tokens + num_rows,
+                blocks.num_held_blocks - num_taken,
+                blocks.num_cached_blocks,
+                None if is_short else blocks.num_unusable_blocks,
+                blocks.num_shared_blocks,
+            ),
         )
 
     def _catch_up(self, place: int, step: int, is_last: bool = False) -> None:
