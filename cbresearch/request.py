@@ -272,6 +272,7 @@ class RequestState:
 
     Attributes:
         request: The immutable request.
+        id: Its id.
         order: Position in the order of submission; breaks every tie.
         status: The queue it is in.
         seat: Index of the batch slot it holds, or None.
@@ -295,6 +296,7 @@ class RequestState:
         "error",
         "finish_reason",
         "first_scheduled",
+        "id",
         "logprobs",
         "num_cached_tokens",
         "num_carried_tokens",
@@ -316,6 +318,7 @@ class RequestState:
 
     def __init__(self, request: Request, order: int) -> None:
         self.request = request
+        self.id = request.id
         self.order = order
         self.status = RequestStatus.WAITING
         self.seat: int | None = None
@@ -346,11 +349,6 @@ class RequestState:
         self.output_token_ids = list(begun.output_token_ids)
         self.token_times = list(begun.token_times)
         self.first_scheduled = begun.first_scheduled
-
-    @property
-    def id(self) -> str:
-        """Return the request's id."""
-        return self.request.id
 
     @property
     def token_ids(self) -> tuple[int, ...]:

@@ -55,13 +55,12 @@ class CostExecutor:
         for request, _, _ in plan.admitted:
             lengths[request.id] = request.num_prompt_tokens, request.output_length, request.max_tokens
         tokens, stopped, failed = {}, [], {}
-        for entry in plan.scheduled:
-            if not entry.samples:
+        for request_id, _, start, num_tokens, _, samples, _ in plan.scheduled:
+            if not samples:
                 continue
-            request_id = entry.request_id
             num_prompt_tokens, output_length, max_tokens = lengths[request_id]
             # Whoever samples has all its tokens computed, those that it generated before included.
-            place = entry.start + entry.num_tokens - num_prompt_tokens
+            place = start + num_tokens - num_prompt_tokens
             known = outputs.get(request_id)
             if known is not None and place == len(known) and request_id in self._errors:
                 failed[request_id] = self._errors[request_id]

@@ -18,6 +18,9 @@ from cbresearch.scheduler.memory import Memory, num_kept_tokens
 from cbresearch.scheduler.progress import take_in
 from cbresearch.scheduler.view import LiveView
 
+# In a loop the lookup on the class costs as much as a call.
+RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
+
 
 class Scheduler:
     """Own the queues, the seats, the token budget and the blocks; ask a policy whom to serve.
@@ -130,19 +133,20 @@ class Scheduler:
                     f"policy {self.policy.name!r} made over {most} proposals in step {step}, for "
                     f"{len(self._running)} running and {num_outside} waiting requests; it must end"
                 )
-            if state.scheduled_step == step or state.status is RequestStatus.FINISHED:
+            if state.scheduled_step == step or state.status is FINISHED:
                 continue
-            num_tokens = min(wanted, state.num_tokens - state.num_computed_tokens, draft.budget)
+            pending = state.num_tokens - state.num_computed_tokens
+            num_tokens = min(wanted, pending, draft.budget)
             if num_tokens < 1:
                 continue
             if type(num_tokens) is not int:
                 raise TypeError(
                     f"policy {self.policy.name!r} proposed {wanted!r} tokens for {state}; give a whole number"
                 )
-            if num_tokens < state.num_pending_tokens and not self.config.chunked_prefill:
+            if num_tokens < pending and not self.config.chunked_prefill:
                 # Nobody may overtake it: others would take what it needs of the budget, again and again.
                 draft.skipped[state.id] = draft.closed = "chunk"
-            elif state.status is RequestStatus.RUNNING:
+            elif state.status is RUNNING:
                 self._go_on(state, num_tokens)
             elif draft.closed is not None:
                 draft.skipped[state.id] = draft.closed
@@ -155,17 +159,14 @@ class Scheduler:
         self._step += 1
         self._was_refused = draft.closed == "blocks"
         self._plan = Draft(self.config.max_num_batched_tokens)
-        transfers = self._memory.take_transfers()
-        plan = draft.plan(step, self._running, self._kept, transfers, bool(self._free_seats))
+        plan = draft.plan(step, self._running, self._kept, self._memory.take_transfers(), self._free_seats)
         self._last = draft, plan, self._last[1], self.num_submitted
         return plan
 
     def wakes(self, now: float) -> float | None:
         """Return the seconds until which the policy wants to wait although there is work, or None."""
-        if self._running:
-            return None
         self._view.now = now
-        wake = self.policy.wakes(self._view)
+        wake = None if self._running else self.policy.wakes(self._view)
         return wake if wake is not None and wake > now else None
 
     def commit(self, plan: Plan, result: StepResult, now: float) -> Committed:
@@ -188,21 +189,17 @@ class Scheduler:
         num_external = blocks.num_unusable_blocks
         if self._was_refused:
             num_external = blocks.num_blocks - blocks.num_held_blocks - blocks.num_cached_blocks
-        num_swapped = len(self._swapped)
-        committed = NEW_TUPLE(
-            Committed,
-            (
-                tuple(finished),
-                len(self._running),
-                len(self._waiting) + num_swapped,
-                blocks.num_held_blocks,
-                memory.num_held_tokens(self._running, are_all=not self._kept),
-                blocks.num_cached_blocks,
-                num_external,
-                blocks.num_shared_blocks,
-                num_swapped,
-                blocks.num_held_host_blocks,
-            ),
+        committed = Committed(
+            tuple(finished),
+            len(self._running),
+            len(self._waiting) + len(self._swapped),
+            blocks.num_held_blocks,
+            memory.num_held_tokens(self._running, are_all=not self._kept),
+            blocks.num_cached_blocks,
+            num_external,
+            blocks.num_shared_blocks,
+            len(self._swapped),
+            blocks.num_held_host_blocks,
         )
         if finished:
             self._finish(finished)
@@ -219,7 +216,7 @@ class Scheduler:
             ValueError: It is not running, or the mode is unknown.
         """
         state = self._states.get(request_id)
-        if state is None or state.status is not RequestStatus.RUNNING:
+        if state is None or state.status is not RUNNING:
             raise ValueError(f"request {request_id!r} is not running, so it cannot be preempted")
         served = state.scheduled_step
         self._preempt(state, mode)
@@ -236,20 +233,20 @@ class Scheduler:
             ValueError: The request is unknown or finished.
         """
         state = self._states.get(request_id)
-        if state is None or state.status is RequestStatus.FINISHED:
+        if state is None or state.status is FINISHED:
             raise ValueError(
                 f"request {request_id!r} is {'finished' if state else 'unknown'}, so it cannot be aborted"
             )
         state.finish_reason = "abort"
         self._plan.aborted.append(state.id)
-        if state.status is RequestStatus.RUNNING:
+        if state.status is RUNNING:
             self._finish([state])
             return state
         if state.status is RequestStatus.SWAPPED:
             self.blocks.free(state.id)
         self._waiting.pop(state.id, None)
         self._swapped.pop(state.id, None)
-        state.status = RequestStatus.FINISHED
+        state.status = FINISHED
         return state
 
     def forget(self, request_id: str) -> None:
@@ -259,7 +256,7 @@ class Scheduler:
             ValueError: The request is unknown or not finished.
         """
         state = self._states.get(request_id)
-        if state is None or state.status is not RequestStatus.FINISHED or state in self._kept:
+        if state is None or state.status is not FINISHED or state in self._kept:
             raise ValueError(f"request {request_id!r} is not finished, so it cannot be forgotten")
         del self._states[request_id]
 
@@ -288,11 +285,9 @@ class Scheduler:
     def _go_on(self, state: RequestState, num_tokens: int) -> None:
         """Schedule a running request, preempting others for its blocks or, at last, itself."""
         end = state.num_computed_tokens + num_tokens
-        added = self.blocks.allocate(state.request.id, end)
-        while added is None:
+        while (added := self.blocks.allocate(state.request.id, end)) is None:
             if not self._make_room(state):
                 return
-            added = self.blocks.allocate(state.request.id, end)
         self._schedule(state, num_tokens, added)
 
     def _make_room(self, state: RequestState) -> bool:
@@ -301,8 +296,7 @@ class Scheduler:
             # A row computed for nothing gives way before anyone loses work.
             self._vacate(self._kept.pop())
             return True
-        bound = self.config.max_preemptions
-        candidates = [other for other in self._running if other.num_preemptions < bound]
+        candidates = [other for other in self._running if other.num_preemptions < self.config.max_preemptions]
         # Where all had their share of preemptions the latest comer goes, so that the oldest gets to its end.
         victim = self.policy.victim(self._view, candidates) if candidates else self._running[-1]
         self._preempt(victim)
@@ -330,7 +324,7 @@ class Scheduler:
         added = self.blocks.allocate(state.id, state.num_computed_tokens + num_tokens)
         assert added is not None
         state.seat = heappop(self._free_seats)
-        state.status = RequestStatus.RUNNING
+        state.status = RUNNING
         draft.skipped.pop(state.id, None)
         draft.admitted[state.id] = (state, state.seat)
         self._running = [*self._running, state]
@@ -440,9 +434,9 @@ class Scheduler:
     def _finish(self, finished: list[RequestState]) -> None:
         self._plan.has_room = True
         for state in finished:
-            state.status = RequestStatus.FINISHED
+            state.status = FINISHED
             self._memory.num_referred_tokens -= num_kept_tokens(state)
-        self._running = [state for state in self._running if state.status is RequestStatus.RUNNING]
+        self._running = [state for state in self._running if state.status is RUNNING]
         leaving = finished
         if self.policy.keeps_seats:
             # Of a failed row nothing is there to compute over again.

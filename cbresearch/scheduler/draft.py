@@ -48,7 +48,7 @@ class Draft:
         running: Sequence[RequestState],
         kept: Sequence[RequestState],
         transfers: tuple[Transfer, ...],
-        has_free_seats: bool,
+        free_seats: Sequence[int],
     ) -> Plan:
         """Return the plan, with a row for each kept request that the budget still takes."""
         if len(self.scheduled) < len(running):
@@ -60,7 +60,7 @@ class Draft:
         closed = self.closed
         if not self.budget:
             closed = "budget"
-        elif closed is None and not has_free_seats:
+        elif closed is None and not free_seats:
             closed = "seats"
         return Plan(
             step=step,

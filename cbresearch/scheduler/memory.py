@@ -22,6 +22,7 @@ class Memory:
         self.num_repeated = int(repeats_last)
         self.transfers: list[Transfer] = []
         self.num_referred_tokens = 0
+        self._has_more_to_settle = blocks.config.prefix_caching or blocks.config.sliding_window is not None
 
     def begin(self, state: RequestState, sibling: RequestState | None) -> bool:
         """Begin a newcomer's table with what others hold of its prompt, if there is room for all of it.
@@ -97,9 +98,11 @@ class Memory:
 
     def settle(self, state: RequestState, start: int) -> None:
         """Take note that a request's tokens from `start` on are computed: cache and forget what is due."""
-        cache = self.blocks.config
-        end, size = state.num_computed_tokens, cache.block_size
+        cache, end = self.blocks.config, state.num_computed_tokens
         self.num_referred_tokens += end - start
+        if not self._has_more_to_settle:
+            return
+        size = cache.block_size
         if cache.prefix_caching and end // size > start // size:
             self.enter(state, end)
         if cache.sliding_window is not None:

@@ -15,19 +15,19 @@ def take_in(state: RequestState, entry: Scheduled, result: StepResult, memory: M
         memory: The KV side.
         now: Seconds since the start of the run, at the end of the step.
     """
-    request_id = entry.request_id
+    request_id, _, start, num_tokens, _, samples, _ = entry
     if result.failed and request_id in result.failed:
         state.finish_reason, state.error = "error", result.failed[request_id]
         memory.disown(state)
         return True
-    end = entry.start + entry.num_tokens
-    state.num_computed_tokens = end
-    if entry.start < state.num_covered_tokens:
-        state.num_recomputed_tokens += min(end, state.num_covered_tokens) - entry.start
-    if end > state.num_covered_tokens:
+    end = state.num_computed_tokens = start + num_tokens
+    covered = state.num_covered_tokens
+    if start < covered:
+        state.num_recomputed_tokens += min(end, covered) - start
+    if end > covered:
         state.num_covered_tokens = end
-    memory.settle(state, entry.start)
-    if not entry.samples:
+    memory.settle(state, start)
+    if not samples:
         return False
     output = state.output_token_ids
     output.append(result.tokens[request_id])
