@@ -15,7 +15,6 @@ from cbresearch.scheduler import Foresight, Scheduler, look_ahead
 from cbresearch.scheduler.admission import check_request
 from cbresearch.trace import RequestRecord, StepRecord, Steps, Trace
 
-
 _NUM_NEW_OBJECTS = 1_000_000
 
 
@@ -128,16 +127,17 @@ def _rare_collections() -> Iterator[None]:
     sink leaves in circles is still found behind so many new objects, which bounds the memory that it takes.
     """
     before = gc.get_threshold()
-    if not (gc.isenabled() and before[0]):
+    # Nothing to do for a run within a run, nor where the collector is off.
+    if not gc.isenabled() or not 0 < before[0] < _NUM_NEW_OBJECTS:
         yield
         return
-    gc.set_threshold(max(before[0], _NUM_NEW_OBJECTS), *before[1:])
+    gc.set_threshold(_NUM_NEW_OBJECTS, *before[1:])
     try:
         yield
     finally:
         gc.set_threshold(*before)
         if not gc.get_freeze_count():
-            # Together they move all that is there to the oldest generation, where it would be by now; else the
+            # Together they move all there is to the oldest generation, where it would be by now. Else the
             # next object that anyone makes would have the whole run walked at once.
             gc.freeze()
             gc.unfreeze()

@@ -41,8 +41,9 @@ class CostExecutor:
         self.cost = cost
         self._outputs = outputs or {}
         self._errors = errors or {}
-        # Of who runs: the prompt's length, the output's if it is known, and the most that it can be.
-        self._lengths: dict[str, tuple[int, int | None, int]] = {}
+        # Of who runs: the prompt's length, the output's if it is known, and the most that it can be; then
+        # the length of both together at the end.
+        self._lengths: dict[str, tuple[int, int | None, int, int]] = {}
 
     def check(self, request: Request) -> None:
         """Accept every request: a length is enough here."""
@@ -53,12 +54,14 @@ class CostExecutor:
         for request_id in plan.aborted:
             lengths.pop(request_id, None)
         for request, _, _ in plan.admitted:
-            lengths[request.id] = request.num_prompt_tokens, request.output_length, request.max_tokens
+            prompt, output, most = request.num_prompt_tokens, request.output_length, request.max_tokens
+            end = prompt + (most if output is None else min(output, most))
+            lengths[request.id] = prompt, output, most, end
         tokens, stopped, failed = {}, [], {}
         for request_id, _, start, num_tokens, _, samples, _ in plan.scheduled:
             if not samples:
                 continue
-            num_prompt_tokens, output_length, max_tokens = lengths[request_id]
+            num_prompt_tokens, output_length, max_tokens, _ = lengths[request_id]
             # Whoever samples has all its tokens computed, those that it generated before included.
             place = start + num_tokens - num_prompt_tokens
             known = outputs.get(request_id)
@@ -89,22 +92,15 @@ class _Known:
     def __init__(
         self,
         durations: Callable[[int, range], Sequence[float]],
-        lengths: dict[str, tuple[int, int | None, int]],
+        lengths: dict[str, tuple[int, int | None, int, int]],
     ) -> None:
         self.durations = durations
         self._lengths = lengths
 
     def num_left(self, states: Sequence[RequestState]) -> list[int]:
         """Return how many output tokens requests still get."""
-        return [
-            (
-                request.max_tokens
-                if (length := (request := state.request).output_length) is None or length > request.max_tokens
-                else length
-            )
-            - len(state.output_token_ids)
-            for state in states
-        ]
+        lengths = self._lengths
+        return [lengths[state.id][3] - state.num_tokens for state in states]
 
     def reason(self, state: RequestState) -> str:
         """Return the reason for which a request ends that has all its output tokens."""

@@ -1,7 +1,10 @@
 """Steps taken at once are those taken one by one; `tests/fuzz_fast_forward.py` says it at length."""
 
+import gc
 import math
 import os
+import sys
+import weakref
 from collections import Counter
 from dataclasses import fields
 
@@ -339,3 +342,75 @@ def test_who_follows_in_a_stream_is_served_in_its_turn():
     assert math.isclose(
         kept.parts[-1].ends[-1] if isinstance(kept.parts[-1], Leap) else kept.parts[-1].end, whole.duration
     )
+
+
+# --- the garbage collector
+
+
+@pytest.fixture
+def collector():
+    before, was_enabled = gc.get_threshold(), gc.isenabled()
+    yield
+    gc.set_threshold(*before)
+    (gc.enable if was_enabled else gc.disable)()
+    gc.unfreeze()
+
+
+class BrokenError(Exception):
+    pass
+
+
+def raises(_):
+    raise BrokenError
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+@pytest.mark.parametrize("threshold", [(700, 10, 10), (0, 10, 10), (9_000_000, 3, 2)])
+def test_a_run_leaves_the_garbage_collector_as_it_was_even_if_it_fails(collector, threshold, is_enabled):
+    def state():
+        return gc.get_threshold(), gc.isenabled()
+
+    (gc.enable if is_enabled else gc.disable)()
+    gc.set_threshold(*threshold)
+    during = []
+    simulate(workload(), cost=COST, on_step=lambda _: during.append(state()))
+    assert state() == (threshold, is_enabled)
+    ((seen, was_enabled),) = set(during)
+    assert was_enabled == is_enabled
+    assert seen == threshold or (is_enabled and seen[0] > threshold[0] > 0 and seen[1:] == threshold[1:])
+    with pytest.raises(BrokenError):
+        simulate(workload(), cost=COST, on_step=raises)
+    assert state() == (threshold, is_enabled)
+    kept = Kept()
+    kept.request = raises
+    scheduler = Scheduler(policies.get("fcfs"), SchedulerConfig(), CacheConfig(500))
+    with pytest.raises(BrokenError):
+        stream(workload(), scheduler, CostExecutor(COST), kept)
+    assert state() == (threshold, is_enabled)
+
+
+def test_what_the_caller_froze_stays_frozen(collector):
+    gc.collect()
+    gc.freeze()
+    number = gc.get_freeze_count()
+    simulate(workload(), cost=COST)
+    # A few of them may be freed meanwhile.
+    assert gc.get_freeze_count() > 0.9 * number > 0
+
+
+def test_what_goes_round_in_circles_is_still_found_during_a_run(collector, monkeypatch):
+    class Circle:
+        def __init__(self):
+            self.me = self
+
+    def leave_a_circle(_):
+        circles.append(weakref.ref(Circle()))
+        num_alive.append(sum(circle() is not None for circle in circles))
+
+    circles, num_alive = [], []
+    gc.enable()
+    gc.set_threshold(200, 10, 10)
+    monkeypatch.setattr(sys.modules["cbresearch.serve"], "_NUM_NEW_OBJECTS", 1000)
+    simulate([Request("a", 1, 2000)], on_step=leave_a_circle)
+    assert len(circles) == 2000
+    assert 100 < max(num_alive) <= 1000

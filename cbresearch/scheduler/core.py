@@ -273,7 +273,7 @@ class Scheduler:
         pending = state.num_tokens - start
         state.scheduled_step = self._step
         draft.budget -= num_tokens
-        request_id = state.request.id
+        request_id = state.id
         is_prefill = pending > 1 or not state.output_token_ids
         draft.scheduled[request_id] = NEW_TUPLE(
             Scheduled,
@@ -285,7 +285,7 @@ class Scheduler:
     def _go_on(self, state: RequestState, num_tokens: int) -> None:
         """Schedule a running request, preempting others for its blocks or, at last, itself."""
         end = state.num_computed_tokens + num_tokens
-        while (added := self.blocks.allocate(state.request.id, end)) is None:
+        while (added := self.blocks.allocate(state.id, end)) is None:
             if not self._make_room(state):
                 return
         self._schedule(state, num_tokens, added)

@@ -54,7 +54,7 @@ class Draft:
         if len(self.scheduled) < len(running):
             reason = "policy" if self.budget else "budget"
             for state in running:
-                request_id = state.request.id
+                request_id = state.id
                 if request_id not in self.scheduled:
                     self.skipped.setdefault(request_id, reason)
         closed = self.closed

@@ -1,6 +1,7 @@
 """Consecutive steps under way, and what they do to requests and blocks."""
 
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from operator import sub
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -9,7 +10,7 @@ from cbresearch.blocks import BlockManager
 from cbresearch.leap import Leap, Level
 from cbresearch.plan import Skipped
 from cbresearch.request import RequestState
-from cbresearch.scheduler.draft import NEW_TUPLE, padding_of
+from cbresearch.scheduler.draft import padding_of
 from cbresearch.scheduler.forecast import forecast
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Stride:
         self.first_step = scheduler._step
         cache = self.blocks.config
         self.size = cache.block_size
-        self.request_ids = [state.request.id for state in order]
+        self.request_ids = [state.id for state in order]
         self.starts = [state.num_computed_tokens for state in order]
         self.seats: list[int] = [state.seat for state in order]  # type: ignore[misc]
         # Steps until the end of each.
@@ -91,6 +92,8 @@ class Stride:
             else []
         )
         self.is_careful = bool(self.enters) or cache.sliding_window is not None
+        # Who takes a block next, and when: each comes again a block's size of steps later, behind all others.
+        self.queue = deque(sorted(zip(self.needs, self.active, strict=False)))
         kept, budget = scheduler._kept, scheduler._plan.budget - len(order)
         self.padding = padding_of(kept[:budget]) if kept else ()
         self.num_held_tokens = self.memory.num_held_tokens(scheduler._running, are_all=not kept)
@@ -118,14 +121,10 @@ class Stride:
         )
         self.ends = ends
         closed, skipped = self._refusals()
-        events = [] if self.is_careful else self._takings(len(ends))
+        take = self._take_carefully if self.is_careful else self._take
         total = 0
         for end, leaving in segments:
-            if self.is_careful:
-                taken = self._take_carefully(total, end, closed)
-            else:
-                taken = self._take(total, end, closed, events)
-            total += taken
+            total += take(total, end, closed)
             if total < end:
                 break
             if leaving:
@@ -174,53 +173,52 @@ class Stride:
             return "budget", ()
         return None if scheduler._free_seats else "seats", ()
 
-    def _takings(self, num_steps: int) -> list[int]:
-        """Return step · rows + row for each block that a row needs before a step, in order."""
-        width, size = len(self.order), self.size
-        takings: list[int] = []
-        for place, (step, last) in enumerate(zip(self.needs, self.lasts, strict=False)):
-            end = last if last < num_steps else num_steps
-            if step < end:
-                takings += range(step * width + place, end * width, size * width)
-        takings.sort()
-        return takings
+    def _takings(self, end: int) -> tuple[list[int], list[int]]:
+        """Return the steps before which rows need blocks, up to `end`, in order, and the rows."""
+        queue, lasts, size = self.queue, self.lasts, self.size
+        steps: list[int] = []
+        places: list[int] = []
+        while queue and queue[0][0] < end:
+            step, place = queue.popleft()
+            if step < lasts[place]:
+                steps.append(step)
+                places.append(place)
+                queue.append((step + size, place))
+        return steps, places
 
-    def _take(self, offset: int, end: int, closed: str | None, takings: Sequence[int]) -> int:
+    def _take(self, offset: int, end: int, closed: str | None) -> int:
         """Give the rows the blocks that they need in some steps; return for how many steps they suffice."""
-        blocks, width = self.blocks, len(self.order)
-        first, last = len(self.taken), bisect_left(takings, end * width)
-        if last > first:
+        blocks, (steps, places) = self.blocks, self._takings(end)
+        if steps:
             num_spare = blocks.num_free_blocks - (blocks.num_cached_blocks if self.waits else 0)
-            if last - first > num_spare:
-                end = takings[first + num_spare] // width
-                last = bisect_left(takings, end * width)
+            if len(steps) > num_spare:
+                end = steps[num_spare]
+                num_spare = bisect_left(steps, end)
+                del steps[num_spare:], places[num_spare:]
         if end == offset:
             return 0
         level = self._level(offset, 0, closed)
         self.levels.append(level)
-        if last > first:
+        if steps:
             assert isinstance(blocks, BlockManager)
-            now = takings[first:last]
-            places = [taking % width for taking in now]
-            self.taken_in += [taking // width for taking in now]
+            self.taken_in += steps
             self.taken_by += places
-            if last - first <= blocks.num_free_blocks - level.num_cached_blocks:
+            if len(steps) <= blocks.num_free_blocks - level.num_cached_blocks:
                 ids = self.request_ids
                 self.taken += blocks.append_each([ids[place] for place in places])
             else:
-                self._evict_and_take(level, now)
+                self._evict_and_take(level, steps, places)
         num_new = len(self.active) * (end - offset)
         self.memory.num_referred_tokens += num_new
         self.num_held_tokens += num_new
         return end - offset
 
-    def _evict_and_take(self, level: Level, events: Sequence[int]) -> None:
+    def _evict_and_take(self, level: Level, steps: Sequence[int], places: Sequence[int]) -> None:
         """Take blocks, some of which hold cached prefixes until then."""
-        blocks, width = self.blocks, len(self.order)
+        blocks = self.blocks
         assert isinstance(blocks, BlockManager)
         num_cached, num_before, current = level.num_cached_blocks, 0, -1
-        for number, event in enumerate(events):
-            step, place = divmod(event, width)
+        for number, (step, place) in enumerate(zip(steps, places, strict=True)):
             if step != current:
                 num_before, current = number, step
             self.taken += blocks.append_each((self.request_ids[place],))
@@ -325,18 +323,15 @@ class Stride:
     def _level(self, offset: int, num_taken: int, closed: str | None) -> Level:
         blocks, num_rows = self.blocks, len(self.active)
         is_short = self.waits and self.scheduler._was_refused
-        return NEW_TUPLE(
-            Level,
-            (
-                offset,
-                num_rows,
-                closed,
-                self.num_held_tokens + num_rows,
-                blocks.num_held_blocks - num_taken,
-                blocks.num_cached_blocks,
-                None if is_short else blocks.num_unusable_blocks,
-                blocks.num_shared_blocks,
-            ),
+        return Level(
+            offset,
+            num_rows,
+            closed,
+            self.num_held_tokens + num_rows,
+            blocks.num_held_blocks - num_taken,
+            blocks.num_cached_blocks,
+            None if is_short else blocks.num_unusable_blocks,
+            blocks.num_shared_blocks,
         )
 
     def _catch_up(self, place: int, step: int, is_last: bool = False) -> None:
