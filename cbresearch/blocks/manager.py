@@ -359,10 +359,11 @@ class BlockManager:
         table.reverse()
         blocks = table if self.config.sliding_window is None else [block for block in table if block >= 0]
         counts = self._ref_counts
-        is_plain = not (self.config.prefix_caching or self._num_extra_references or self._host.twin_of)
-        if is_plain and sum(map(counts.__getitem__, blocks)) == len(blocks):
+        if not (self.config.prefix_caching or self._num_extra_references or self._host.twin_of):
             # Nothing is cached, shared or there twice: the blocks go back as they are.
             for block in blocks:
+                if not counts[block]:
+                    raise ValueError(f"block {block} is free already")
                 counts[block] = 0
             self._free += blocks
             return
