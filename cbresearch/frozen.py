@@ -31,7 +31,7 @@ def quickly_built(kind: type[_T]) -> type[_T]:
         parameters.append(parameter)
         lines.append(f"    set_{name}(self, {value})")
     exec("\n".join([f"def __init__({', '.join(parameters)}):", *lines]), scope)
-    build, slow = scope["__init__"], kind.__init__  # type: ignore[misc]
+    build, slow = scope["__init__"], kind.__init__
     build.__qualname__, build.__annotations__ = slow.__qualname__, slow.__annotations__
-    kind.__init__ = build  # type: ignore[misc]
+    kind.__init__ = build  # type: ignore[method-assign]
     return kind

@@ -16,6 +16,7 @@ from cbresearch.scheduler.admission import check_request
 from cbresearch.trace import RequestRecord, StepRecord, Steps, Trace
 
 _NUM_NEW_OBJECTS = 1_000_000
+_NUM_LONG_RUN = 20_000
 
 
 class Executor(Protocol):
@@ -136,9 +137,10 @@ def _rare_collections() -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*before)
-        if not gc.get_freeze_count():
+        if gc.get_count()[0] > _NUM_LONG_RUN and not gc.get_freeze_count():
             # Together they move all there is to the oldest generation, where it would be by now. Else the
-            # next object that anyone makes would have the whole run walked at once.
+            # next object that anyone makes would have a long run walked at once, for a fifth of its time.
+            # Circles among it wait for a full collection.
             gc.freeze()
             gc.unfreeze()
 

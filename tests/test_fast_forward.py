@@ -398,11 +398,25 @@ def test_what_the_caller_froze_stays_frozen(collector):
     assert gc.get_freeze_count() > 0.9 * number > 0
 
 
-def test_what_goes_round_in_circles_is_still_found_during_a_run(collector, monkeypatch):
-    class Circle:
-        def __init__(self):
-            self.me = self
+class Circle:
+    def __init__(self):
+        self.me = self
 
+
+@pytest.mark.parametrize(("num_tokens", "is_young"), [(20, True), (8_000, False)])
+def test_only_a_long_run_moves_what_it_finds_to_the_oldest_generation(collector, num_tokens, is_young):
+    gc.enable()
+    gc.collect()
+    gc.set_threshold(100_000, 10, 10)
+    circle = weakref.ref(Circle())
+    simulate([Request("a", 1, num_tokens)], fast_forward=False)
+    gc.collect(1)
+    assert (circle() is None) == is_young
+    gc.collect()
+    assert circle() is None
+
+
+def test_what_goes_round_in_circles_is_still_found_during_a_run(collector, monkeypatch):
     def leave_a_circle(_):
         circles.append(weakref.ref(Circle()))
         num_alive.append(sum(circle() is not None for circle in circles))
