@@ -16,7 +16,7 @@ from cbresearch.scheduler.admission import check_request
 from cbresearch.trace import RequestRecord, StepRecord, Steps, Trace
 
 _NUM_NEW_OBJECTS = 1_000_000
-_NUM_LONG_RUN = 20_000
+_NUM_LONG_RUN = 5_000
 
 
 class Executor(Protocol):
@@ -132,6 +132,8 @@ def _rare_collections() -> Iterator[None]:
     if not gc.isenabled() or not 0 < before[0] < _NUM_NEW_OBJECTS:
         yield
         return
+    # What the caller left in circles must not end up among the old objects.
+    gc.collect(0)
     gc.set_threshold(_NUM_NEW_OBJECTS, *before[1:])
     try:
         yield

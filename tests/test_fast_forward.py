@@ -403,17 +403,22 @@ class Circle:
         self.me = self
 
 
-@pytest.mark.parametrize(("num_tokens", "is_young"), [(20, True), (8_000, False)])
-def test_only_a_long_run_moves_what_it_finds_to_the_oldest_generation(collector, num_tokens, is_young):
+@pytest.mark.parametrize("num_tokens", [20, 8000])
+def test_what_the_caller_left_in_circles_is_not_moved_to_the_oldest_generation(collector, num_tokens):
     gc.enable()
-    gc.collect()
     gc.set_threshold(100_000, 10, 10)
     circle = weakref.ref(Circle())
     simulate([Request("a", 1, num_tokens)], fast_forward=False)
     gc.collect(1)
-    assert (circle() is None) == is_young
-    gc.collect()
     assert circle() is None
+
+
+def test_what_a_long_run_kept_is_not_walked_as_soon_as_it_is_over(collector):
+    gc.enable()
+    gc.set_threshold(700, 10, 10)
+    trace = simulate([Request("a", 1, 8000)], fast_forward=False)
+    assert gc.get_count()[0] <= 700
+    assert any(kept is trace.steps[-1] for kept in gc.get_objects(2))
 
 
 def test_what_goes_round_in_circles_is_still_found_during_a_run(collector, monkeypatch):
