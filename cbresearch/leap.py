@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from itertools import pairwise, repeat
 from typing import NamedTuple
 
-from cbresearch.frozen import quickly_built
 from cbresearch.plan import Padding, Plan, Scheduled, Skipped
 
 
@@ -45,7 +44,6 @@ class StepState(NamedTuple):
     num_shared_blocks: int
 
 
-@quickly_built
 @dataclass(frozen=True, slots=True)
 class Leap:
     """Steps taken at once, each of which decodes everyone who runs and seats nobody.

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from cbresearch.frozen import quickly_built
 from cbresearch.request import Request, RequestState, TokenLogprobs
 
 
@@ -96,7 +95,6 @@ class Padding(NamedTuple):
     context_length: int
 
 
-@quickly_built
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What one step computes.
@@ -153,7 +151,6 @@ class Plan:
         return useful + sum([row.context_length for row in self.padding])
 
 
-@quickly_built
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What came of a plan.

@@ -5,12 +5,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from cbresearch.frozen import quickly_built
 from cbresearch.plan import SKIP_REASONS, Plan
 from cbresearch.request import TokenLogprobs
 
 
-@quickly_built
 @dataclass(frozen=True, slots=True)
 class StepRecord:
     """One step.
@@ -100,7 +98,6 @@ class StepRecord:
         }
 
 
-@quickly_built
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """One request.
