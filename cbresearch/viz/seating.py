@@ -9,7 +9,7 @@ from cbresearch.trace import StepRecord, Trace
 from cbresearch.viz.style import REQUEST_COLORS
 
 Kind = Literal["served", "held", "padding"]
-Outcome = Literal["finished", "preempted", "seated"]
+Outcome = Literal["finished", "preempted", "seated", "aborted"]
 
 # A request that follows another in its seat must look different; one in the next seat had better.
 _SAME_SEAT, _NEXT_SEAT = 1000, 1
@@ -30,6 +30,20 @@ class Span(NamedTuple):
     end: int
 
 
+class Prefill(NamedTuple):
+    """A step that computes known tokens of a request: of its prompt or, after a preemption, of its output.
+
+    Attributes:
+        step: Index of the step.
+        num_tokens: Tokens that it computes.
+        samples: Whether the step yields a new token as well.
+    """
+
+    step: int
+    num_tokens: int
+    samples: bool
+
+
 class Sitting(NamedTuple):
     """A request's stay in a seat, with what each of its steps was good for.
 
@@ -38,8 +52,11 @@ class Sitting(NamedTuple):
         seat: Where.
         first: Index of the first step.
         end: Index after the last one.
-        outcome: "finished", "preempted", or "seated" if the record ends before the stay does.
+        outcome: "finished", "preempted", "aborted", or "seated" if the record ends before the stay does.
         spans: The steps from `first` to `end`, without gaps.
+        prefills: The served steps that are no plain decoding, in order.
+        num_tokens_before: Output tokens that the request had when it sat down.
+        num_computed_before: Its tokens whose KV was there when it sat down: cached, forked or swapped in.
     """
 
     request_id: str
@@ -48,17 +65,34 @@ class Sitting(NamedTuple):
     end: int
     outcome: Outcome
     spans: tuple[Span, ...]
+    prefills: tuple[Prefill, ...] = ()
+    num_tokens_before: int = 0
+    num_computed_before: int = 0
 
 
 class _Draft:
     """A sitting while it lasts."""
 
-    __slots__ = ("begun", "finished", "first", "kind", "reached", "seat", "spans")
+    __slots__ = (
+        "begun",
+        "computed",
+        "first",
+        "kind",
+        "outcome",
+        "prefills",
+        "reached",
+        "seat",
+        "spans",
+        "tokens",
+    )
 
-    def __init__(self, seat: int, first: int) -> None:
+    def __init__(self, seat: int, first: int, num_tokens: int) -> None:
         self.seat = seat
         self.first = first
-        self.finished = False
+        self.outcome: Outcome = "seated"
+        self.prefills: list[Prefill] = []
+        self.tokens = num_tokens
+        self.computed: int | None = None
         self.spans: list[Span] = []
         # The last span, which grows with each step: a tuple a step would take most of the time.
         self.kind: Kind = "held"
@@ -79,7 +113,17 @@ class _Draft:
 
     def close(self, request_id: str, end: int, outcome: Outcome) -> Sitting:
         self.hold(end)
-        return Sitting(request_id, self.seat, self.first, end, outcome, tuple(self.spans))
+        return Sitting(
+            request_id,
+            self.seat,
+            self.first,
+            end,
+            outcome,
+            tuple(self.spans),
+            tuple(self.prefills),
+            self.tokens,
+            self.computed or 0,
+        )
 
 
 def sittings(steps: Sequence[StepRecord]) -> list[Sitting]:
@@ -95,21 +139,28 @@ def sittings(steps: Sequence[StepRecord]) -> list[Sitting]:
     done: list[Sitting] = []
     for step, record in enumerate(steps):
         plan = record.plan
+        for request_id in plan.aborted:
+            if request_id in drafts:
+                drafts[request_id].outcome = "aborted"
         for request_id in plan.preempted:
             done.append(drafts.pop(request_id).close(request_id, step, "preempted"))
         for admission in plan.admitted:
-            drafts[admission.request.id] = _Draft(admission.seat, step)
+            num_tokens = len(admission.output_token_ids)
+            drafts[admission.request.id] = _Draft(admission.seat, step, num_tokens)
         for scheduled in plan.scheduled:
-            drafts[scheduled.request_id].extend("served", step)
+            draft = drafts[scheduled.request_id]
+            draft.extend("served", step)
+            if draft.computed is None:
+                draft.computed = scheduled.start
+            if scheduled.is_prefill:
+                draft.prefills.append(Prefill(step, scheduled.num_tokens, scheduled.samples))
         for row in plan.padding:
             drafts[row.request_id].extend("padding", step)
         for request_id in record.finished:
-            drafts[request_id].finished = True
+            drafts[request_id].outcome = "finished"
     for request_id, draft in drafts.items():
-        if draft.finished:
-            done.append(draft.close(request_id, draft.reached, "finished"))
-        else:
-            done.append(draft.close(request_id, len(steps), "seated"))
+        end = len(steps) if draft.outcome == "seated" else draft.reached
+        done.append(draft.close(request_id, end, draft.outcome))
     return sorted(done, key=lambda sitting: (sitting.first, sitting.seat))
 
 
