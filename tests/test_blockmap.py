@@ -79,7 +79,9 @@ def test_tables_are_those_of_the_block_manager_under_random_swaps_windows_forks_
         for step, (_, host) in enumerate(seen):
             kinds.update(transfer.kind for transfer in trace.steps[step].plan.transfers)
             kinds |= {"host"} if host else set()
-        kinds |= {"null"} if any(NOWHERE in table for device, _ in seen for table in device.values()) else set()
+        kinds |= (
+            {"null"} if any(NOWHERE in table for device, _ in seen for table in device.values()) else set()
+        )
     assert kinds >= {"swap_out", "swap_in", "host", "null"}
     # A static batch is admitted at once, so nobody of it finds a sibling whose prompt is there.
     assert policy.startswith("static") if "copy" not in kinds else True

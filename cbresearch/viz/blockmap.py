@@ -183,10 +183,7 @@ class _Replay:
             if request_id in plan.swapped:
                 table = holding.table(step - 1)[: -(-self._computed[request_id] // self._size)]
                 # What is not copied lies in the host's pool already.
-                moved = [
-                    NOWHERE if block == NOWHERE else self._copy_of(block, transfers)
-                    for block in table
-                ]
+                moved = [NOWHERE if block == NOWHERE else self._copy_of(block, transfers) for block in table]
                 self._host[request_id] = Holding(request_id, True, step, moved)
             self._close(holding, step)
         self._move_again(step, record, transfers)

@@ -1,0 +1,339 @@
+"""What the player's scripts read: recorded runs as plain values, compact and bounded."""
+
+import unicodedata
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from cbresearch.metrics import kpi_table, speed_up
+from cbresearch.trace import RequestRecord, StepRecord, Trace
+from cbresearch.viz import words
+from cbresearch.viz.blockmap import Holding, holdings
+from cbresearch.viz.seating import Sitting, request_colors, sittings
+from cbresearch.viz.style import REQUEST_COLORS, ink_on, policy_look
+
+KINDS = ("served", "held", "padding")
+OUTCOMES = ("finished", "preempted", "seated", "aborted")
+TRANSFERS = ("copy", "swap_out", "swap_in")
+
+# Pools up to this size are drawn whole.
+_SMALL_POOL = 96
+_DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2")
+
+
+class Bounds(NamedTuple):
+    """How much of a run the player shows; what is beyond is counted in words.
+
+    Attributes:
+        steps: Steps of a run, from its first.
+        requests: Requests that are listed by name beside those that get a seat in the steps shown.
+        table_entries: Blocks in all tables of a run together; tables of later steps are left out.
+        cells: Blocks of a pool that are drawn.
+    """
+
+    steps: int = 2000
+    requests: int = 200
+    table_entries: int = 20_000
+    cells: int = 512
+
+
+def player_data(
+    traces: Mapping[str, Trace],
+    predictions: Iterable[Sequence[Any]] = (),
+    bounds: Bounds | None = None,
+) -> dict[str, Any]:
+    """Return what the player's scripts read, as plain values.
+
+    Requests are numbers, indices into `ids`, `colors` and `requests`. Columns of one number a step are packed
+    (see `packed`). A stay is its request, its seat, its first step, its outcome (index into `OUTCOMES`), its
+    output tokens before and its computed tokens before, then pairs of what the seat did (index into `KINDS`)
+    and for how many steps, and triples of its prefills: offset, tokens, whether a new token came of it.
+
+    Args:
+        traces: The runs by label.
+        predictions: Rows of (quantity, predicted, measured, relative error as a fraction or None).
+        bounds: How much to show.
+    """
+    bounds = bounds or Bounds()
+    places: dict[str, int] = {}
+    for trace in traces.values():
+        for record in trace.served[: bounds.requests]:
+            places.setdefault(record.id, len(places))
+    cut = {label: replace(trace, steps=trace.steps[: bounds.steps]) for label, trace in traces.items()}
+    runs = [_run(label, traces[label], part, bounds, places) for label, part in cut.items()]
+    looks = request_colors(cut.values())
+    records = {record.id: record for trace in reversed(traces.values()) for record in trace.served}
+    labels = list(traces)
+    return {
+        "ids": [visible(request_id) for request_id in places],
+        "colors": [
+            looks.get(request_id, place % len(REQUEST_COLORS)) for request_id, place in places.items()
+        ],
+        "fills": list(REQUEST_COLORS),
+        "inks": [ink_on(color) for color in REQUEST_COLORS],
+        "requests": [_request(records[request_id]) for request_id in places],
+        "runs": runs,
+        "workload": [_workload(trace) for trace in traces.values()],
+        "kpi": [[row.name, row.unit, list(row.values), list(row.sizes)] for row in kpi_table(traces)],
+        "speedups": _speed_ups(traces),
+        "predictions": [_prediction(row) for row in predictions],
+        "looks": [
+            [policy_look(trace.policy).color, _DASHES[place % len(_DASHES)]]
+            for place, trace in enumerate(traces.values())
+        ],
+        "baseline": visible(labels[0]),
+    }
+
+
+def visible(text: str) -> str:
+    """Return a text in which whatever a reader could not see, or that would move the rest, is spelled out."""
+    return "".join(_visible(character) for character in text)
+
+
+def packed(values: Sequence[int]) -> list[int] | list[list[int]]:
+    """Return a column as it is or, where that is shorter, as one list of alternating values and counts."""
+    pairs: list[int] = []
+    for value in values:
+        if pairs and pairs[-2] == value:
+            pairs[-1] += 1
+        else:
+            pairs += [value, 1]
+    return [pairs] if len(pairs) < len(values) else list(values)
+
+
+def left_out(label: str, trace: Trace, bounds: Bounds) -> list[str]:
+    """Return sentences on what of a run the player does not show."""
+    name, total, listed = visible(label), len(trace.steps), len(trace.served)
+    if not total:
+        return [f"{name}: no step was run, so there is nothing to play."]
+    sentences = []
+    if total > bounds.steps:
+        rest = total - bounds.steps
+        shown = f"the first {bounds.steps:,} of {total:,} steps are shown"
+        sentences.append(f"{name}: {shown}; the other {rest:,} are left out.")
+    if listed > bounds.requests:
+        named = f"the first {bounds.requests:,} of {listed:,} requests are listed"
+        sentences.append(f"{name}: {named}, beside those that get a seat in the steps shown.")
+    return sentences
+
+
+def _visible(character: str) -> str:
+    code = ord(character)
+    if code < 0x20 or code == 0x7F:
+        return chr(0x2421 if code == 0x7F else 0x2400 + code)
+    kind = unicodedata.category(character)
+    # Joiners hold emoji and some scripts together, and do no harm.
+    if kind in ("Cc", "Cf", "Cs", "Zl", "Zp") and code not in (0x200C, 0x200D):
+        return f"⟨U+{code:04X}⟩"
+    return character
+
+
+def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str, int]) -> dict[str, Any]:
+    def number(request_id: str) -> int:
+        return places.setdefault(request_id, len(places))
+
+    steps = cut.steps
+    stays = [_stay(number(sitting.request_id), sitting) for sitting in sittings(steps)]
+    failed = {record.id for record in trace.requests if record.finish_reason == "error"}
+    tables = holdings(trace, bounds.steps)
+    until = _tables_until(tables, len(steps), bounds.table_entries)
+    num_tokens, out = 0, []
+    for record in steps:
+        # The step that a request failed in brought it no token.
+        num_failed = sum(request_id in failed for request_id in record.finished)
+        num_tokens += sum(entry.samples for entry in record.plan.scheduled) - num_failed
+        out.append(num_tokens)
+    run = {
+        "label": visible(label),
+        "policy": visible(trace.policy),
+        "seats": trace.scheduler.max_num_seqs,
+        "budget": trace.scheduler.max_num_batched_tokens,
+        "blocks": trace.cache.num_blocks,
+        "size": trace.cache.block_size,
+        "host": trace.cache.num_host_blocks,
+        "caching": trace.cache.prefix_caching,
+        "window": trace.cache.sliding_window,
+        "peak": max((record.num_held_blocks for record in trace.steps), default=0),
+        "steps": len(trace.steps),
+        "duration": _short(trace.duration),
+        "tokens": sum(len(request.tokens) for request in trace.requests),
+        "start": _starts(steps),
+        "end": [_short(record.end) for record in steps],
+        "out": packed(out),
+        "waiting": packed([record.num_waiting for record in steps]),
+        "held": packed([record.num_held_blocks for record in steps]),
+        "kv": packed([record.num_held_tokens for record in steps]),
+        "cached": packed([record.num_cached_blocks for record in steps]),
+        "swapped": packed([record.num_swapped for record in steps]),
+        "hosted": packed([record.num_held_host_blocks for record in steps]),
+        "stays": stays,
+        "aborted": [
+            [step, *map(number, record.plan.aborted)]
+            for step, record in enumerate(steps)
+            if record.plan.aborted
+        ],
+        "ended": [
+            [number(record.id), record.finish_reason]
+            for record in trace.served
+            if record.finish_reason not in (None, "length") and record.id in places
+        ],
+        "refused": [
+            [visible(record.id), visible(record.error or "")]
+            for record in trace.requests
+            if record.is_refused
+        ][: bounds.requests],
+        "num_refused": sum(record.is_refused for record in trace.requests),
+        "reasons": _reasons(steps),
+        "tables_until": until,
+        "tables": [
+            _table(number(holding.request_id), holding, until) for holding in tables if holding.first < until
+        ],
+        "transfers": [
+            [
+                step,
+                *(
+                    part
+                    for kind, source, target in record.plan.transfers
+                    for part in (TRANSFERS.index(kind), source, target)
+                ),
+            ]
+            for step, record in enumerate(steps[:until])
+            if record.plan.transfers
+        ],
+    }
+    for name, on_host, size in (("cells_drawn", False, run["blocks"]), ("host_cells", True, run["host"])):
+        used = max(
+            (block + 1 for holding in tables if holding.on_host is on_host for block in holding.blocks),
+            default=0,
+        )
+        drawn = size if size <= _SMALL_POOL else max(used, _SMALL_POOL // 2)
+        run[name] = [min(bounds.cells, size, drawn), used]
+    return run
+
+
+def _stay(request: int, sitting: Sitting) -> list[int | list[int]]:
+    spans: list[int] = []
+    for span in sitting.spans:
+        spans += [KINDS.index(span.kind), span.end - span.first]
+    prefills: list[int] = []
+    for prefill in sitting.prefills:
+        prefills += [prefill.step - sitting.first, prefill.num_tokens, int(prefill.samples)]
+    return [
+        request,
+        sitting.seat,
+        sitting.first,
+        OUTCOMES.index(sitting.outcome),
+        sitting.num_tokens_before,
+        sitting.num_computed_before,
+        spans,
+        prefills,
+    ]
+
+
+def _table(request: int, holding: Holding, until: int) -> list[Any]:
+    """Return a table: request, on the host or not, first step, end, blocks, growth, losses.
+
+    Growth is pairs of an offset and the number of blocks that the table has from there on; losses likewise,
+    of blocks out of sight.
+    """
+    known = [step < until for step in holding.since]
+    blocks = [block for block, is_known in zip(holding.blocks, known, strict=True) if is_known]
+    growth = _growth(holding.since[: len(blocks)], holding.first)
+    losses = _growth([step for step in holding.lost if step < until], holding.first)
+    return [request, int(holding.on_host), holding.first, holding.end, blocks, growth, losses]
+
+
+def _growth(steps: Sequence[int], first: int) -> list[int]:
+    pairs: list[int] = []
+    for number, step in enumerate(steps, start=1):
+        if pairs and pairs[-2] == step - first:
+            pairs[-1] = number
+        else:
+            pairs += [step - first, number]
+    return pairs
+
+
+def _tables_until(tables: Iterable[Holding], num_steps: int, most: int) -> int:
+    """Return the first step whose tables are left out since too many blocks would have to be told."""
+    new = Counter(step for holding in tables for step in holding.since)
+    total = 0
+    for step in range(num_steps):
+        total += new[step]
+        if total > most:
+            return step
+    return num_steps
+
+
+def _starts(steps: Sequence[StepRecord]) -> list[float | int]:
+    """Return pairs of a step and its start, where it does not start at the end of the one before."""
+    pairs: list[float | int] = []
+    end: float | int | None = None
+    for step, record in enumerate(steps):
+        start = _short(record.start)
+        if start != end:
+            pairs += [step, start]
+        end = _short(record.end)
+    return pairs
+
+
+def _reasons(steps: Sequence[StepRecord]) -> list[list[Any]]:
+    """Return why requests were not served: a step, then {reason: how many} of the seated and of the others.
+
+    A step for which nothing is said is like the one before.
+    """
+    told: list[list[Any]] = []
+    seated: set[str] = set()
+    for step, record in enumerate(steps):
+        plan = record.plan
+        seated = (seated - {*plan.preempted, *plan.aborted}) | {entry.request.id for entry in plan.admitted}
+        served = {entry.request_id for entry in plan.scheduled}
+        idle = Counter(why for name, why in plan.skipped if name in seated and name not in served)
+        waiting = record.num_skipped()
+        waiting.subtract(idle)
+        said = [dict(sorted(idle.items())), dict(sorted((+waiting).items()))]
+        if not told or told[-1][1:] != said:
+            told.append([step, *said])
+        seated.difference_update(record.finished)
+    return told
+
+
+def _request(record: RequestRecord) -> list[Any]:
+    return [
+        _short(record.arrival),
+        record.num_prompt_tokens,
+        len(record.tokens),
+        record.max_tokens,
+    ]
+
+
+def _workload(trace: Trace) -> dict[str, int]:
+    return {
+        "requests": len(trace.served),
+        "prompt": sum(record.num_prompt_tokens or 0 for record in trace.served),
+        "output": sum(len(record.tokens) for record in trace.served),
+    }
+
+
+def _speed_ups(traces: Mapping[str, Trace]) -> list[list[Any]]:
+    """Return each later run's throughput over that of the first, with both labels, where it is defined."""
+    (first, baseline), *others = traces.items()
+    found = []
+    for label, trace in others:
+        ratio = speed_up(baseline, trace)
+        if ratio is not None:
+            found.append([visible(label), visible(first), words.number(ratio)])
+    return found
+
+
+def _prediction(row: Sequence[Any]) -> list[str]:
+    if len(row) != 4:
+        raise ValueError(f"prediction {tuple(row)!r} must be (quantity, predicted, measured, relative error)")
+    quantity, predicted, measured, error = row
+    return [visible(str(quantity)), words.number(predicted), words.number(measured), words.percent(error)]
+
+
+def _short(seconds: float) -> float | int:
+    """Return a time rounded to nine digits, which tells all steps of a run apart and is short to write."""
+    rounded = float(f"{seconds:.9g}")
+    return int(rounded) if rounded.is_integer() else rounded
