@@ -34,8 +34,8 @@ def player_html(
         traces: The runs by label; the first is what the others are compared with.
         element_id: Id of the outermost element; give each player on a page its own.
         max_steps: Show at most this many steps of a run; the player says what it leaves out.
-        predictions: Rows of (quantity, predicted, measured, relative error as a fraction or None), shown beside
-            the measured speed-up.
+        predictions: Rows of (quantity, predicted, measured, relative error as a fraction or None), shown
+            beside the measured speed-up.
         strip: Whether a picture of the seats stands in where scripts are removed.
 
     Raises:
@@ -69,7 +69,7 @@ def _strips(traces: Mapping[str, Trace], max_steps: int) -> list[tuple[str, str,
         (
             visible(label),
             strip_png(trace.steps, trace.scheduler.max_num_seqs, longest, colors),
-            f"{words.seats_finding(traces[label], visible(label))}, {words.duration(traces[label].duration)}.",
+            f"{words.seats_finding(trace, visible(label))}, {words.duration(trace.duration)}.",
         )
         for label, trace in cut.items()
         if trace.steps

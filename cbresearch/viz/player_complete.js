@@ -10,8 +10,8 @@ function buildComplete(panel) {
   const predicted = data.predictions.filter(([quantity]) => /speed-?up/i.test(quantity));
   for (const [label, baseline, ratio] of data.speedups) {
     const of = data.speedups.length === 1 && predicted.length ? predicted[predicted.length - 1] : null;
-    hero(ratio + "×", "the output throughput of " + baseline + ", by " + label,
-      of ? "predicted " + of[1] + "×, error " + of[3] + " (" + of[0] + ")" : "measured");
+    hero(ratio + "×", label + " against " + baseline + ", output tokens per second",
+      of ? "measured; predicted " + of[1] + "×, error " + of[3] + " (" + of[0] + ")" : "measured");
   }
   if (!data.speedups.length) data.runs.forEach((run) => hero(spoken(run.duration), "for " + counted(run.tokens, "output token"), run.label));
   const bars = element(panel, "section", "cbr-card");

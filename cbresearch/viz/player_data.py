@@ -87,7 +87,7 @@ def player_data(
 
 
 def visible(text: str) -> str:
-    """Return a text in which whatever a reader could not see, or that would move the rest, is spelled out."""
+    """Return a text with what a reader could not see, or what would move the rest, by its code point."""
     return "".join(_visible(character) for character in text)
 
 
@@ -120,8 +120,6 @@ def left_out(label: str, trace: Trace, bounds: Bounds) -> list[str]:
 
 def _visible(character: str) -> str:
     code = ord(character)
-    if code < 0x20 or code == 0x7F:
-        return chr(0x2421 if code == 0x7F else 0x2400 + code)
     kind = unicodedata.category(character)
     # Joiners hold emoji and some scripts together, and do no harm.
     if kind in ("Cc", "Cf", "Cs", "Zl", "Zp") and code not in (0x200C, 0x200D):

@@ -83,7 +83,7 @@ function drawRun(run, view, time) {
     write(tile.who, stay ? data.ids[stay.request] : "");
     const wanted = stay ? data.requests[stay.request][2] : 0;
     const text = !stay ? "seat " + seat : now.kind === PADDING ? "finished" : now.kind === HELD ? "not served"
-      : now.prefill ? "prompt " + count(now.prefill) : count(now.tokens) + " / " + count(wanted);
+      : now.prefill ? "prompt" + (now.prefill < 100 ? " " + now.prefill : "") : count(now.tokens) + " / " + count(wanted);
     write(tile.what, text);
     tile.bar.style.width = stay && wanted ? (100 * now.tokens) / wanted + "%" : "0";
     const label = "seat " + seat + ": " + (stay ? data.ids[stay.request] + ", " + KIND_NAMES[now.kind] + ", " +
@@ -142,6 +142,11 @@ function tell(list, lines) {
     element(line, "span", "cbr-mark", mark).setAttribute("aria-hidden", "true");
     element(line, "span", "", text);
   }
+  // What stands below had better not jump from step to step: the list keeps the height that it once needed.
+  if (!list.offsetParent) return;
+  if (list.offsetWidth !== list.lastWidth) list.style.minHeight = "";
+  list.lastWidth = list.offsetWidth;
+  list.style.minHeight = list.offsetHeight + "px";
 }
 
 function story(run, at, time) {
@@ -238,6 +243,6 @@ function waitingFor(run, step) {
   const total = (reasons) => Object.values(reasons).reduce((sum, number) => sum + number, 0);
   const lines = [];
   if (total(idle)) lines.push(["◌", count(total(idle)) + (total(idle) > 1 ? " sit" : " sits") + " unserved: " + why(idle)]);
-  if (total(waiting)) lines.push(["…", count(total(waiting)) + (total(waiting) > 1 ? " wait" : " waits") + ": " + why(waiting)]);
+  if (total(waiting)) lines.push(["…", count(total(waiting)) + (leaving(run, step).length ? " more" : "") + (total(waiting) > 1 ? " wait" : " waits") + ": " + why(waiting)]);
   return lines;
 }

@@ -155,13 +155,15 @@ function lifeOf(request) {
 }
 
 function drawFollowing() {
+  const atEnd = tick === ticks.length - 1;
+  const text = followed < 0 ? "Click a request to follow it through seats and blocks." : lifeOf(followed);
+  const key = followed + text + atEnd;
+  if (following.dataset.key === key) return;
+  following.dataset.key = key;
   following.replaceChildren();
-  if (followed < 0) {
-    following.textContent = "Click a request to follow it through seats and blocks.";
-    return;
-  }
-  chip(following, followed).setAttribute("aria-pressed", "true");
-  following.appendChild(document.createTextNode(lifeOf(followed)));
+  if (followed >= 0) chip(following, followed).setAttribute("aria-pressed", "true");
+  element(following, "span", "", text);
+  if (atEnd) button(following, "cbr-button cbr-main cbr-next", "What came of it ›", () => open(3, true));
 }
 
 function draw() {

@@ -72,7 +72,7 @@ def write_report(
         kpi=key_figures,
         predictions=compared,
         pictures=_pictures(traces),
-        player=player_html(traces),
+        player=player_html(traces, predictions=compared, strip=False),
         answers=[(prompt, _grouped(texts)) for prompt, texts in answers],
         refused=_refused(traces),
         max_refused=_MAX_REFUSED,

@@ -1,0 +1,358 @@
+"""The player carries what the trace holds, says what it leaves out, and shows any text as text."""
+
+import base64
+import io
+import json
+import re
+import shutil
+import struct
+import subprocess
+import zlib
+from collections import Counter
+
+import matplotlib.image
+import numpy as np
+import pytest
+from hygiene import printed_by_two_processes
+from test_viz import HOSTILE, Page, classic, pressed
+
+from cbresearch import metrics, viz
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.costs import Linear
+from cbresearch.request import Refusal, Request, parallel_samples
+from cbresearch.simulator import simulate
+from cbresearch.viz.blockmap import holdings
+from cbresearch.viz.player_data import KINDS, TRANSFERS, Bounds, packed, player_data, visible
+from cbresearch.viz.player_strip import strip_png
+from cbresearch.viz.seating import request_colors
+from cbresearch.viz.style import REQUEST_COLORS
+
+
+def swapping(policy):
+    """Serve parallel samples and prompts that begin alike from a small pool, with one more on the host."""
+    requests = []
+    for n in range(9):
+        start = 100 * (n % 3)
+        request = Request(f"u{n}", tuple(range(start, start + 30 + 5 * n)), 20 + 7 * (n % 4), 0.02 * n)
+        requests += parallel_samples(request, 2) if n in (1, 4) else [request]
+    return simulate(
+        [*requests, Refusal("huge", "needs 900 blocks, there are 20")],
+        policy,
+        cost=Linear(step=0.003, token=0.0001),
+        scheduler=SchedulerConfig(5, 64, preemption="swap"),
+        cache=CacheConfig(20, 8, prefix_caching=True, num_host_blocks=24),
+    )
+
+
+def unpacked(column):
+    if column and isinstance(column[0], list):
+        (pairs,) = column
+        return [value for place in range(0, len(pairs), 2) for value in [pairs[place]] * pairs[place + 1]]
+    return column
+
+
+def seats_by_step(run, ids):
+    """Return what the player shows, by step and seat, decoded as its scripts do."""
+    shown = [{} for _ in run["end"]]
+    for request, seat, first, _, tokens, _, spans, prefills in run["stays"]:
+        step = first
+        computing = {first + offset: (number, samples) for offset, number, samples in triples(prefills)}
+        for kind, length in pairs(spans):
+            for _ in range(length):
+                assert seat not in shown[step], "two requests in one seat"
+                prompt, samples = computing.get(step, (0, True))
+                tokens += bool(samples) and KINDS[kind] == "served"
+                shown[step][seat] = (ids[request], KINDS[kind], prompt, tokens)
+                step += 1
+    return shown
+
+
+def pairs(flat):
+    return zip(flat[::2], flat[1::2], strict=True)
+
+
+def triples(flat):
+    return zip(flat[::3], flat[1::3], flat[2::3], strict=True)
+
+
+def grown(growth, offset):
+    return max((number for begin, number in pairs(growth) if begin <= offset), default=0)
+
+
+RUNS = [
+    (workload, policy)
+    for workload in (classic, pressed, swapping)
+    for policy in ("static", "static:release", "prefill_first", "sjf", "fcfs")
+]
+
+
+@pytest.mark.parametrize(("workload", "policy"), RUNS)
+def test_each_step_is_carried_as_it_was_planned(workload, policy):
+    trace = workload(policy)
+    data = player_data({"a": trace})
+    (run,) = data["runs"]
+    tokens = Counter()
+    for record, shown in zip(trace.steps, seats_by_step(run, data["ids"]), strict=True):
+        for entry in record.plan.scheduled:
+            tokens[entry.request_id] += entry.samples
+            prompt = entry.num_tokens if entry.is_prefill else 0
+            assert shown[entry.seat] == (entry.request_id, "served", prompt, tokens[entry.request_id])
+        padding = {row.seat: row.request_id for row in record.plan.padding}
+        assert {seat: cell[0] for seat, cell in shown.items() if cell[1] == "padding"} == padding
+        served = {entry.seat for entry in record.plan.scheduled}
+        held = [seat for seat, cell in shown.items() if cell[1] == "held"]
+        assert len(served) + len(held) >= record.num_running
+        assert not served & set(held)
+    assert sum(stay[3] == 1 for stay in run["stays"]) == metrics.num_preemptions(trace)
+    for name, value in (
+        ("waiting", lambda record: record.num_waiting),
+        ("held", lambda record: record.num_held_blocks),
+        ("kv", lambda record: record.num_held_tokens),
+        ("cached", lambda record: record.num_cached_blocks),
+        ("swapped", lambda record: record.num_swapped),
+        ("hosted", lambda record: record.num_held_host_blocks),
+    ):
+        assert unpacked(run[name]) == [value(record) for record in trace.steps], name
+    ends = [time for request in trace.requests for time in request.token_times]
+    assert unpacked(run["out"]) == [sum(time <= record.end for time in ends) for record in trace.steps]
+    assert run["tokens"] == len(ends)
+    assert run["end"] == pytest.approx([record.end for record in trace.steps], rel=1e-8)
+
+
+@pytest.mark.parametrize("policy", ["static", "fcfs", "sjf"])
+def test_tables_and_transfers_are_carried_whole(policy):
+    trace = swapping(policy)
+    data = player_data({"a": trace})
+    (run,) = data["runs"]
+    carried = [Counter() for _ in trace.steps]
+    for request, on_host, first, end, blocks, growth, losses in run["tables"]:
+        for step in range(first, end):
+            number, lost = grown(growth, step - first), grown(losses, step - first)
+            carried[step][data["ids"][request], on_host, tuple(blocks[lost:number])] += 1
+    expected = [Counter() for _ in trace.steps]
+    for held in holdings(trace):
+        for step in range(held.first, held.end):
+            expected[step][held.request_id, held.on_host, held.table(step)] += 1
+    assert carried == expected
+    transfers = {
+        step: [(TRANSFERS[kind], source, target) for kind, source, target in triples(flat)]
+        for step, *flat in run["transfers"]
+    }
+    assert transfers == {
+        step: [tuple(transfer) for transfer in record.plan.transfers]
+        for step, record in enumerate(trace.steps)
+        if record.plan.transfers
+    }
+    assert {kind for moved in transfers.values() for kind, _, _ in moved} >= {"swap_out", "swap_in"}
+
+
+@pytest.mark.parametrize(("workload", "policy"), RUNS)
+def test_reasons_add_up_to_everyone_who_is_not_served(workload, policy):
+    trace = workload(policy)
+    (run,) = player_data({"a": trace})["runs"]
+    said = {step: (idle, waiting) for step, idle, waiting in run["reasons"]}
+    idle = waiting = {}
+    for step, record in enumerate(trace.steps):
+        idle, waiting = said.get(step, (idle, waiting))
+        served = {entry.request_id for entry in record.plan.scheduled}
+        lost = set(record.plan.preempted) - served
+        assert sum(waiting.values()) == record.num_waiting - len(lost)
+        assert sum(idle.values()) == record.num_running - len(served)
+        assert Counter(idle) + Counter(waiting) == +record.num_skipped()
+
+
+def test_key_figures_and_predictions_are_those_of_the_report():
+    traces = {policy: classic(policy) for policy in ("static", "fcfs")}
+    data = player_data(traces, [("speed-up", 1.3, 1.319, 0.0146), ("other", 2, None, None)])
+    table = metrics.kpi_table(traces)
+    assert data["kpi"] == [[row.name, row.unit, list(row.values), list(row.sizes)] for row in table]
+    assert data["predictions"] == [["speed-up", "1.3", "1.319", "+1.46 %"], ["other", "2", "–", "–"]]
+    assert data["speedups"] == [["fcfs", "static", f"{metrics.speed_up(*traces.values()):.4g}"]]
+
+
+def test_a_run_of_leaps_is_carried_like_one_of_steps():
+    requests = [Request(f"r{n}", 5 + n, 30 + n, arrival=7.0 * n) for n in range(12)]
+    limits, cache = SchedulerConfig(4, 64), CacheConfig(14, 4)
+    one, other = (
+        player_data({"a": simulate(requests, "fcfs", scheduler=limits, cache=cache, fast_forward=leaps)})
+        for leaps in (True, False)
+    )
+    assert one == other
+
+
+# Bounds
+
+
+def test_a_long_run_is_bounded_and_says_what_is_left_out():
+    traces = {policy: classic(policy) for policy in ("static", "fcfs")}
+    bounds = Bounds(steps=70, requests=5, table_entries=20)
+    data = player_data(traces, bounds=bounds)
+    static, fcfs = data["runs"]
+    assert (len(static["end"]), static["steps"]) == (70, 91)
+    assert len(fcfs["end"]) == fcfs["steps"] == 69
+    assert all(end <= 70 for *_, end, _, _, _ in static["tables"])
+    for run in data["runs"]:
+        assert sum(len(blocks) for *_, blocks, _, _ in run["tables"]) <= 20
+        assert 0 < run["tables_until"] < 69
+    text = Page(viz.player_html(traces, max_steps=70)).text
+    assert text["static: the first 70 of 91 steps are shown; the other 21 are left out."] == 1
+    assert not any(sentence.startswith("fcfs: the first") for sentence in text)
+
+
+def test_a_page_of_a_long_run_stays_small():
+    requests = [Request(f"r{n}", 500, 300, arrival=3.0 * n) for n in range(600)]
+    trace = simulate(requests, "fcfs", scheduler=SchedulerConfig(64, 512))
+    html = viz.player_html({"fcfs": trace})
+    assert len(trace.steps) > 2000
+    assert len(html) < 500_000
+    assert "fcfs: the first 200 of 600 requests are listed" in html
+
+
+def test_columns_are_packed_without_loss():
+    for values in ([], [1], [1, 1, 1], [1, 2, 3], [5, 5, 5, 2, 2, 2, 2, 0]):
+        assert unpacked(packed(values)) == values
+    assert packed([7] * 1000) == [[7, 1000]]
+
+
+# Text
+
+
+def hostile():
+    requests = [
+        Request(HOSTILE + "\ud800\x1b[31m\u202e", 3, 5),
+        Request("plain", 3, 2),
+        Refusal(f"refused {HOSTILE}", f"why {HOSTILE}"),
+    ]
+    return simulate(requests, "fcfs", scheduler=SchedulerConfig(max_num_seqs=2))
+
+
+def test_any_text_stays_text():
+    html = viz.player_html({f"label {HOSTILE}\ud800": hostile()})
+    html.encode("utf-8")
+    page = Page(html)
+    assert len(page.scripts) == 2
+    assert not any("onerror" in attributes for _, attributes in page.elements)
+    data = page.scripts[0]
+    assert not set("<>&") & set(data) and data.isascii()
+    ids = json.loads(data)["ids"]
+    assert ids[0].startswith("</script><img src=x onerror=alert(1)>\"&'{{7*7}}$x^{2$⟨U+2028⟩")
+    assert ids[0].endswith("⟨U+D800⟩⟨U+001B⟩[31m⟨U+202E⟩")
+
+
+def test_readable_text_is_left_as_it_is():
+    for text in ("plain", "槽位 · Ünïcode", "👩‍🚀", "a b\u00a0c"):
+        assert visible(text) == text
+
+
+def test_wrong_arguments_are_named():
+    traces = {"a": classic("fcfs")}
+    with pytest.raises(ValueError, match="element_id"):
+        viz.player_html(traces, element_id='x" onload="')
+    with pytest.raises(ValueError, match="max_steps"):
+        viz.player_html(traces, max_steps=0)
+    with pytest.raises(ValueError, match="at least one trace"):
+        viz.player_html({})
+    with pytest.raises(ValueError, match="relative error"):
+        viz.player_html(traces, predictions=[("speed", 1, 2)])
+
+
+def test_a_run_without_a_step_is_named():
+    empty = simulate([Refusal("too long", "needs 9 blocks")], "fcfs")
+    text = Page(viz.player_html({"a": empty})).text
+    assert text["a: no step was run, so there is nothing to play."] == 1
+
+
+# The page
+
+
+def test_the_page_needs_nothing_from_outside():
+    html = viz.player_html({"a": classic("static")})
+    assert "://" not in html and "@import" not in html and not re.search(r"\burl\(", html)
+    for tag, attributes in Page(html).elements:
+        assert tag not in ("link", "iframe") and "href" not in attributes
+        assert attributes.get("src", "data:image/png;base64,").startswith("data:image/png;base64,")
+
+
+def test_two_players_on_a_page_do_not_share_an_id():
+    trace = {"a": classic("fcfs")}
+    html = viz.player_html(trace, element_id="one") + viz.player_html(trace, element_id="two")
+    ids = [attributes["id"] for _, attributes in Page(html).elements if "id" in attributes]
+    assert sorted(ids) == ["one", "one-data", "two", "two-data"]
+
+
+def test_same_traces_give_the_same_bytes_in_any_process():
+    first, second = printed_by_two_processes(
+        "import hashlib, sys; sys.path.insert(0, 'tests')\n"
+        "from test_player import classic, pressed, swapping, viz\n"
+        "runs = {'a': classic('static'), 'b': pressed('fcfs'), 'c': swapping('sjf')}\n"
+        "print(hashlib.sha256(viz.player_html(runs).encode()).hexdigest(), viz.policy_look('mine'))"
+    )
+    assert first == second and len(first) > 64
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_script_is_valid(tmp_path):
+    script = tmp_path / "player.js"
+    script.write_text(Page(viz.player_html({"a": classic("fcfs")})).scripts[1], encoding="utf-8")
+    subprocess.run(["node", "--check", script], check=True)
+
+
+# The picture that stands in where scripts are removed
+
+
+def pixels(uri):
+    """Return a picture's rows of hex colours, decoded by a library."""
+    png = base64.b64decode(uri.removeprefix("data:image/png;base64,"))
+    image = matplotlib.image.imread(io.BytesIO(png))[:, :, :3]
+    channels = np.round(image * 255).astype(int)
+    return [["#{:02X}{:02X}{:02X}".format(*pixel) for pixel in row] for row in channels]
+
+
+@pytest.mark.parametrize("policy", ["static", "fcfs", "prefill_first"])
+def test_the_strip_shows_each_seat_in_each_step(policy):
+    trace = pressed(policy) if policy == "prefill_first" else classic(policy)
+    colors = request_colors([trace])
+    width = 8 * len(trace.steps)
+    seats = trace.scheduler.max_num_seqs
+    rows = pixels(strip_png(trace.steps, seats, trace.duration, colors, width))
+    assert len(rows) == 16 * seats and len(rows[0]) == width
+    scale = width / trace.duration
+    served = 0
+    for record in trace.steps:
+        middle = int((record.start + record.duration / 2) * scale)
+        cells = [
+            {rows[16 * seat + line][middle + side] for line in range(14) for side in (-1, 0, 1)}
+            for seat in range(seats)
+        ]
+        for entry in record.plan.scheduled:
+            assert REQUEST_COLORS[colors[entry.request_id]] in cells[entry.seat]
+            served += 1
+        for row in record.plan.padding:
+            assert cells[row.seat] <= {"#E4E4E4", "#7A7A7A"}
+    assert served == sum(len(record.plan.scheduled) for record in trace.steps)
+
+
+def test_the_strip_is_a_whole_png_that_any_library_reads():
+    trace = classic("static")
+    png = base64.b64decode(
+        strip_png(trace.steps, 8, trace.duration, request_colors([trace])).partition(",")[2]
+    )
+    place, body = 8, b""
+    while place < len(png):
+        (length,) = struct.unpack(">I", png[place : place + 4])
+        name, chunk = png[place + 4 : place + 8], png[place + 8 : place + 8 + length]
+        assert struct.unpack(">I", png[place + 8 + length : place + 12 + length])[0] == zlib.crc32(
+            name + chunk
+        )
+        body += chunk if name == b"IDAT" else b""
+        place += 12 + length
+    assert len(zlib.decompress(body)) == (720 + 1) * 16 * 8
+    assert len(png) < 20_000
+
+
+def test_the_strip_is_there_unless_it_is_declined():
+    traces = {policy: classic(policy) for policy in ("static", "fcfs")}
+    images = Page(viz.player_html(traces)).all("img")
+    assert [image["alt"].partition(":")[0] for image in images] == ["static", "fcfs"]
+    assert all("seats busy on average" in image["alt"] for image in images)
+    assert not Page(viz.player_html(traces, strip=False)).all("img")
