@@ -19,7 +19,7 @@ endif
 # and one thread per process, which also keeps parallel test workers from fighting over the cores.
 CHECKED := TQDM_DISABLE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
-.PHONY: setup run test lab notebooks claims bench bench-vllm gpu lint
+.PHONY: setup run test lab notebooks claims bench bench-vllm gpu browser lint
 
 setup: $(READY)
 
@@ -67,3 +67,9 @@ bench-vllm: $(READY)
 gpu: $(READY)
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs tests/test_gpu.py
 	TRITON_INTERPRET=0 $(PY) tests/bench_kernels.py
+
+# In a real Chromium, which has to be there; its driver and axe-core come as packages. JupyterLab is tried as well.
+browser: $(READY)
+	$(PY) -m pip install --quiet -e ".[browser]"
+	$(PY) tests/set_up_browser.py
+	$(CHECKED) CBRESEARCH_BROWSER="$$($(PY) tests/set_up_browser.py)" $(PY) -m pytest -rs tests/test_browser.py

@@ -102,7 +102,8 @@ def test_environment_repeats_nothing_that_pyproject_says():
     (package,) = from_pip["pip"]
     extras = re.fullmatch(r"-e \.\[([\w,]+)\]", package)
     assert extras
-    assert set(extras[1].split(",")) == set(PROJECT["project"]["optional-dependencies"])
+    # The browser's tests skip without their extra, which "make browser" installs.
+    assert set(extras[1].split(",")) == set(PROJECT["project"]["optional-dependencies"]) - {"browser"}
 
 
 def test_set_up_installs_the_extras_of_the_environment():
