@@ -10,8 +10,9 @@ function buildBlocks(parent, run) {
     const note = element(head, "span", "cbr-quiet");
     const map = element(box, "div", "cbr-map" + (number > 128 ? " cbr-fine" : ""));
     map.setAttribute("role", "img");
-    const cells = Array.from({ length: number }, () => {
+    const cells = Array.from({ length: number }, (_, block) => {
       const cell = element(map, "span", "cbr-cell");
+      cell.dataset.block = String(block);
       cell.who = element(cell, "bdi");
       return cell;
     });
@@ -41,7 +42,9 @@ function drawBlocks(run, view, { step, runs }) {
   const held = runs && !isCut ? tablesAt(run, step) : [];
   write(view.cut, isCut ? "Block tables are left out from step " + count(run.tables_until) + " on, to keep the page small." : "");
   for (const pool of view.pools) drawPool(run, pool, step, held.filter((one) => one.onHost === pool.onHost), runs, isCut);
-  if (view.details.open) drawTables(view.list, held);
+  if (!view.details.open) return;
+  const seat = (one) => (one.onHost ? Infinity : (stayAt(run, one.request, step) || { seat: run.seats }).seat);
+  drawTables(view.list, held.sort((one, other) => seat(one) - seat(other) || one.request - other.request));
 }
 
 function drawPool(run, pool, step, held, runs, isCut) {

@@ -191,7 +191,8 @@ function go(target) {
 }
 
 function frame(now) {
-  if (!playing || !root.isConnected) return;
+  if (!playing) return;
+  if (!root.isConnected) return pause();
   if (before !== null) time += ((now - before) / 1000) * (last / Number(speed.value));
   before = now;
   let reached = tick;
