@@ -16,6 +16,9 @@ from set_up_browser import REMEDY, find_browser
 from test_player import HOSTILE, classic, hostile, seats_by_step, swapping
 
 from cbresearch import metrics, viz
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.request import Request
+from cbresearch.simulator import simulate
 from cbresearch.viz.blockmap import holdings
 from cbresearch.viz.player_data import player_data
 
@@ -314,6 +317,20 @@ def test_the_story_says_what_happens_and_why(show_swapped, swapped_traces):
     assert "back to the device (swap in)" in demo.story(1)
     first = demo.go(0, run=0) or demo.story(0)
     assert "takes seat 0" in first
+
+
+def test_a_request_that_one_run_refuses_does_not_wait_there(chromium, tmp_path_factory):
+    requests = [Request("long", 40, 9), *(Request(f"r{n}", 4, 5) for n in range(3))]
+    limits = SchedulerConfig(max_num_seqs=1)
+    traces = {
+        name: simulate(requests, "fcfs", scheduler=limits, cache=CacheConfig(num_blocks))
+        for name, num_blocks in (("roomy", 4), ("small", 2))
+    }
+    assert [record.is_refused for record in traces["small"].requests] == [True, False, False, False]
+    demo = page_of(chromium, tmp_path_factory, traces)()
+    demo.go(0)
+    queues = [demo.card(run).locator(".cbr-queue .cbr-chip").all_inner_texts() for run in (0, 1)]
+    assert queues == [["r0", "r1", "r2"], ["r1", "r2"]]
 
 
 def test_static_rows_that_are_computed_for_nothing_are_told(show_simple, simple_traces):

@@ -167,6 +167,8 @@ def test_key_figures_and_predictions_are_those_of_the_report():
     table = metrics.kpi_table(traces)
     assert data["kpi"] == [[row.name, row.unit, list(row.values), list(row.sizes)] for row in table]
     assert data["predictions"] == [["speed-up", "1.3", "1.319", "+1.46 %"], ["other", "2", "–", "–"]]
+    backwards = player_data(dict(reversed(traces.items())))
+    assert backwards["speedups"] == data["speedups"]
     assert data["speedups"] == [["fcfs", "static", f"{metrics.speed_up(*traces.values()):.4g}"]]
 
 

@@ -31,7 +31,7 @@ def player_html(
     `IPython.display.HTML(player_html(traces))` shows it, with or without a kernel.
 
     Args:
-        traces: The runs by label; the first is what the others are compared with.
+        traces: The runs by label; the others are compared with the static one or, without one, the first.
         element_id: Id of the outermost element; give each player on a page its own.
         max_steps: Show at most this many steps of a run; the player says what it leaves out.
         predictions: Rows of (quantity, predicted, measured, relative error as a fraction or None), shown

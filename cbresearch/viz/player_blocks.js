@@ -70,7 +70,7 @@ function drawPool(run, pool, step, held, runs, isCut) {
     const state = !chosen ? "free" : mine.length > 1 ? "shared" : "held";
     if (mine.length > 1) shared += 1;
     const stay = chosen && runs && !pool.onHost ? stayAt(run, chosen[0], step) : undefined;
-    const isPadding = stay !== undefined && doing(stay, step).kind === PADDING;
+    const isPadding = stay !== undefined && doing(run, stay, step).kind === PADDING;
     cell.dataset.state = isPadding ? "padding" : state;
     cell.classList.toggle("cbr-new", Boolean(chosen && chosen[2]));
     cell.classList.toggle("cbr-dim", followed >= 0 && Boolean(chosen) && chosen[0] !== followed);

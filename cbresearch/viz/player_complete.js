@@ -1,19 +1,20 @@
 // The last tab: what came of it.
 function buildComplete(panel) {
   const heroes = element(panel, "div", "cbr-heroes");
-  const hero = (value, text, note) => {
+  const hero = (value, text, notes) => {
     const card = element(heroes, "div", "cbr-card cbr-hero");
     element(card, "b", "", value);
     element(card, "span", "", text);
-    if (note) element(card, "small", "", note);
+    notes.forEach((note) => element(card, "small", "", note));
   };
-  const predicted = data.predictions.filter(([quantity]) => /speed-?up/i.test(quantity));
+  // With several comparisons the table below says which one a prediction is of.
+  const predicted = data.speedups.length === 1 ? data.predictions.filter(([quantity]) => /^speed-?up/i.test(quantity)) : [];
   for (const [label, baseline, ratio] of data.speedups) {
-    const of = data.speedups.length === 1 && predicted.length ? predicted[predicted.length - 1] : null;
-    hero(ratio + "×", label + " against " + baseline + ", output tokens per second",
-      of ? "measured; predicted " + of[1] + "×, error " + of[3] + " (" + of[0] + ")" : "measured");
+    hero(ratio + "×", label + " against " + baseline + ", measured in output tokens per second",
+      predicted.map(([quantity, value, , error]) =>
+        "predicted " + value + "× (" + quantity.replace(/^speed-?up,? */i, "") + "), error " + error));
   }
-  if (!data.speedups.length) data.runs.forEach((run) => hero(spoken(run.duration), "for " + counted(run.tokens, "output token"), run.label));
+  if (!data.speedups.length) data.runs.forEach((run) => hero(spoken(run.duration), "for " + counted(run.tokens, "output token"), [run.label]));
   const bars = element(panel, "section", "cbr-card");
   element(bars, "h3", "", "Time to the last token");
   for (const run of data.runs) {

@@ -48,7 +48,8 @@ def player_data(
     Requests are numbers, indices into `ids`, `colors` and `requests`. Columns of one number a step are packed
     (see `packed`). A stay is its request, its seat, its first step, its outcome (index into `OUTCOMES`), its
     output tokens before and its computed tokens before, then pairs of what the seat did (index into `KINDS`)
-    and for how many steps, and triples of its prefills: offset, tokens, whether a new token came of it.
+    and for how many steps, and triples of its prefills: offset, tokens, whether a new token came of it. Of a
+    run, `absent` are requests that it did not serve, and `outputs` the lengths that differ from `requests`.
 
     Args:
         traces: The runs by label.
@@ -63,8 +64,15 @@ def player_data(
     cut = {label: replace(trace, steps=trace.steps[: bounds.steps]) for label, trace in traces.items()}
     runs = [_run(label, traces[label], part, bounds, places) for label, part in cut.items()]
     looks = request_colors(cut.values())
-    records = {record.id: record for trace in reversed(traces.values()) for record in trace.served}
-    labels = list(traces)
+    records = {record.id: record for trace in reversed(list(traces.values())) for record in trace.served}
+    for run, trace in zip(runs, traces.values(), strict=True):
+        served = {record.id: len(record.tokens) for record in trace.served}
+        run["absent"] = [place for request_id, place in places.items() if request_id not in served]
+        run["outputs"] = [
+            [places[request_id], number]
+            for request_id, number in served.items()
+            if request_id in places and number != len(records[request_id].tokens)
+        ]
     return {
         "ids": [visible(request_id) for request_id in places],
         "colors": [
@@ -82,7 +90,6 @@ def player_data(
             [policy_look(trace.policy).color, _DASHES[place % len(_DASHES)]]
             for place, trace in enumerate(traces.values())
         ],
-        "baseline": visible(labels[0]),
     }
 
 
@@ -314,12 +321,12 @@ def _workload(trace: Trace) -> dict[str, int]:
 
 
 def _speed_ups(traces: Mapping[str, Trace]) -> list[list[Any]]:
-    """Return each later run's throughput over that of the first, with both labels, where it is defined."""
-    (first, baseline), *others = traces.items()
+    """Return the runs' throughput over that of a static one, or of the first, with both labels."""
+    first = next((label for label, trace in traces.items() if trace.policy == "static"), next(iter(traces)))
     found = []
-    for label, trace in others:
-        ratio = speed_up(baseline, trace)
-        if ratio is not None:
+    for label, trace in traces.items():
+        ratio = speed_up(traces[first], trace)
+        if ratio is not None and label != first:
             found.append([visible(label), visible(first), words.number(ratio)])
     return found
 

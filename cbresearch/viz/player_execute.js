@@ -74,14 +74,14 @@ function drawRun(run, view, time) {
   const served = [];
   view.tiles.forEach((tile, seat) => {
     const stay = runs ? run.stays[run.cells[step * run.seats + seat] - 1] : undefined;
-    const now = stay ? doing(stay, step) : null;
+    const now = stay ? doing(run, stay, step) : null;
     const kind = now ? ["served", "held", "padding"][now.kind] : "empty";
     number[kind] += 1;
     if (tile.dataset.kind !== kind) tile.dataset.kind = kind;
     tile.request = stay ? stay.request : -1;
     paint(tile, stay && now.kind !== PADDING ? stay.request : -1);
     write(tile.who, stay ? data.ids[stay.request] : "");
-    const wanted = stay ? data.requests[stay.request][2] : 0;
+    const wanted = stay ? outputOf(run, stay.request) : 0;
     const text = !stay ? "seat " + seat : now.kind === PADDING ? "finished" : now.kind === HELD ? "not served"
       : now.prefill ? "prompt" + (now.prefill < 100 ? " " + now.prefill : "") : count(now.tokens) + " / " + count(wanted);
     write(tile.what, text);
@@ -198,7 +198,7 @@ function computing(run, step) {
   for (let seat = 0; seat < run.seats; seat += 1) {
     const stay = run.stays[run.cells[step * run.seats + seat] - 1];
     if (!stay) continue;
-    const now = doing(stay, step);
+    const now = doing(run, stay, step);
     if (now.kind === PADDING) padded.push(stay);
     if (now.kind !== SERVED) continue;
     if (now.prefill) prefills.push(stay.request);
@@ -214,7 +214,7 @@ function computing(run, step) {
   for (const stay of finished.slice(0, finished.length > 2 ? 0 : 2)) {
     const how = run.ending.get(stay.request);
     lines.push(["✓", data.ids[stay.request] + (how === "error" ? " fails with " : " finishes with ") +
-      counted(data.requests[stay.request][2], "token") + (how === "stop" ? " (the model stops)" : "")]);
+      counted(outputOf(run, stay.request), "token") + (how === "stop" ? " (the model stops)" : "")]);
   }
   if (finished.length > 2) lines.push(["✓", ids(finished.map((stay) => stay.request)) + " finish"]);
   if (padded.length) {

@@ -10,6 +10,10 @@ const MODES = [
   ["monitor", "Monitor", "gauges and lines", true],
   ["complete", "Complete", "key figures", false],
 ];
+// Seats as wide as the names need, within reason.
+const longestName = Math.max(0, ...data.ids.map((id) => id.length));
+app.style.setProperty("--seat", Math.min(7.5, Math.max(3.5, 0.8 + 0.5 * longestName)) + "rem");
+
 let followed = -1;
 let mode = 0;
 let tick = 0, time = 0, playing = false, before = null;
@@ -140,16 +144,17 @@ function follow(request) {
 }
 
 function lifeOf(request) {
-  const [arrival, prompt, output] = data.requests[request];
+  const [arrival, prompt] = data.requests[request];
   const parts = data.runs.map((run) => {
     const { step, final } = moment(run, time);
     const stays = (run.staysOf.get(request) || []).filter((stay) => stay.first <= step);
     const stay = stays[stays.length - 1];
+    if (run.absent.has(request)) return run.label + ": not served";
     if (final) return run.label + ": all done";
     if (!stay) return run.label + ": waits";
     if (stay.outcome === PREEMPTED && step >= stay.end) return run.label + (run.onHost(request, step) ? ": swapped out" : ": preempted, waits");
     if (step >= stay.done) return run.label + ": finished";
-    return run.label + ": seat " + stay.seat + ", " + doing(stay, step).tokens + " of " + counted(output, "token");
+    return run.label + ": seat " + stay.seat + ", " + doing(run, stay, step).tokens + " of " + counted(outputOf(run, request), "token");
   });
   return " arrived at " + seconds(arrival) + ", prompt " + counted(prompt, "token") + ". " + parts.join(". ") + ".";
 }

@@ -56,6 +56,8 @@ function prepare(run, place) {
     return stay;
   });
   run.ending = new Map(run.ended);
+  run.outputs = new Map(run.outputs);
+  run.absent = new Set(run.absent);
   run.gone = new Map();
   for (const [step, ...requests] of run.aborted) requests.forEach((request) => run.gone.set(request, step));
   run.moved = new Map(run.transfers.map(([step, ...flat]) => [step, flat]));
@@ -109,8 +111,12 @@ function stayAt(run, request, step) {
   return (run.staysOf.get(request) || []).find((stay) => stay.first <= step && step < stay.end);
 }
 
+function outputOf(run, request) {
+  return run.outputs.has(request) ? run.outputs.get(request) : data.requests[request][2];
+}
+
 // What a seated request does in a step, and how far it is.
-function doing(stay, step) {
+function doing(run, stay, step) {
   let kind = HELD, served = 0, at = stay.first;
   for (let place = 0; place < stay.spans.length && at <= step; place += 2) {
     const until = Math.min(step + 1, at + stay.spans[place + 1]);
@@ -125,7 +131,7 @@ function doing(stay, step) {
     if (when === step) prefill = stay.prefills[place + 1];
     if (!stay.prefills[place + 2]) tokens -= 1;
   }
-  return { kind, prefill, tokens: Math.min(tokens, data.requests[stay.request][2]) };
+  return { kind, prefill, tokens: Math.min(tokens, outputOf(run, stay.request)) };
 }
 
 // Who waits in a step: swapped ones, then the preempted, then by arrival; only who is listed has a name.
@@ -133,7 +139,7 @@ function queue(run, step) {
   const waiting = [], swapped = [], preempted = [];
   const now = run.start[step];
   data.requests.forEach(([arrival], request) => {
-    if (arrival > now || run.gone.get(request) <= step) return;
+    if (arrival > now || run.absent.has(request) || run.gone.get(request) <= step) return;
     const stays = run.staysOf.get(request) || [];
     let lost = null;
     for (const stay of stays) {
