@@ -88,7 +88,7 @@ def shortened(traces: Mapping[str, Trace]) -> dict[str, Trace]:
     """
     found: dict[str, Trace] = {}
     for place, (label, trace) in enumerate(traces.items(), 1):
-        name = " ".join(label.split())
+        name = words.visible(" ".join(label.split()))
         name = name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…"
         found[name if name not in found else f"{name} ({place})"] = trace
     return found

@@ -116,7 +116,9 @@ def holdings(trace: Trace) -> Iterator[Holding]:
                 holders[block] = (*holders.get(block, ()), scheduled.request_id)
         for scheduled in plan.scheduled:
             request_id, table = scheduled.request_id, tables[scheduled.request_id]
-            if trace.cache.prefix_caching:
+            # The scheduler enters what is full when a block fills up, and not before.
+            fills = scheduled.context_length // size > scheduled.start // size
+            if trace.cache.prefix_caching and fills:
                 prefixes.enter(requests[request_id], outputs[request_id], table, scheduled.context_length)
             if window is not None:
                 for place in range(max(0, scheduled.context_length - num_repeated - window + 1) // size):

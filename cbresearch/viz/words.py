@@ -1,6 +1,7 @@
 """Numbers and findings as a reader wants them: with units, rounded, and a dash where there is none."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -38,6 +39,18 @@ def percent(value: float | None) -> str:
     if value is None or math.isnan(value):
         return NOTHING
     return f"{100 * value:+.3g} %".replace("-", "−")
+
+
+def visible(text: str) -> str:
+    r"""Return a text with characters that would not be seen, or would reorder others, written out.
+
+    Control characters appear as their pictures, such as "␀"; line and paragraph separators, marks of writing
+    direction and lone surrogates as escapes, such as "\u202e". Newlines and tabs stay.
+
+    Args:
+        text: Any text.
+    """
+    return "".join(_visible(letter) for letter in text) if _UNSEEN.search(text) else text
 
 
 def duration(seconds: float | None) -> str:
@@ -317,3 +330,19 @@ def _pool_shares(trace: Trace) -> dict[str, float]:
     """Return the time-weighted share of the pool in each category; empty if no step was run."""
     shares = memory_shares(trace)
     return {name: share for name in _IN_WORDS if (share := shares[name]) is not None}
+
+
+def _visible(letter: str) -> str:
+    if not _UNSEEN.match(letter):
+        return letter
+    code = ord(letter)
+    if code < 0x20 or code == 0x7F:
+        return chr(0x2400 + (code if code < 0x20 else 0x21))
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+# C0 and C1 without tab and newline; then separators, directions, what has no width, and lone surrogates.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
+)

@@ -257,6 +257,8 @@ def _number_points(ax: Axes, points: Sequence[tuple[float, float, float]], color
 
 def _name_points(ax: Axes, points: Mapping[str, tuple[float, float]], front: Collection[str]) -> None:
     """Write labels beside the points where they cover nothing; those that nobody beats get theirs first."""
+    # Until then the limits are not those of the points.
+    ax.autoscale_view()
     to_axes = ax.transData + ax.transAxes.inverted()
     places = {label: to_axes.transform(pair) for label, pair in points.items()}
     # Left, right, low and high end of what no label may cover.
@@ -269,7 +271,9 @@ def _name_points(ax: Axes, points: Mapping[str, tuple[float, float]], front: Col
             if box[0] >= 0 and box[1] <= 1.02 and box[2] >= 0 and box[3] <= 1.02 and not _covers(box, taken):
                 break
         else:
-            continue
+            if label not in front:
+                continue
+            offset = 0.0
         if label not in front and len(points) > _MAX_NAMED and offset:
             continue
         taken.append(box)
