@@ -58,20 +58,22 @@ class Clock(NamedTuple):
         if self.time == "step":
             steps = np.arange(len(trace.steps), dtype=float)
             return steps, steps + 1
-        starts = np.array([record.start for record in trace.steps], dtype=float)
-        ends = np.array([record.end for record in trace.steps], dtype=float)
-        return starts * self.factor, ends * self.factor
+        # In one pass, for each spells out the steps that were taken at once.
+        times = np.array([(record.start, record.end) for record in trace.steps], dtype=float).reshape(-1, 2)
+        return times[:, 0] * self.factor, times[:, 1] * self.factor
 
-    def stairs(self, trace: Trace, values: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def stairs(
+        self, trace: Trace, values: Sequence[float] | Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return a value per interval and the intervals' edges, with 0 where no step ran.
 
         Args:
             trace: The run.
-            values: One value a step.
+            values: One value a step, or one row of several.
         """
         starts, ends = self.edges(trace)
         idle = np.flatnonzero(starts > np.append(0.0, ends)[:-1])
-        heights = np.insert(np.array(values, dtype=int), idle, 0)
+        heights = np.insert(np.array(values, dtype=int), idle, 0, axis=0)
         return heights, np.append(0.0, np.insert(ends, idle, starts[idle]))
 
     def label(self, ax: Axes) -> None:

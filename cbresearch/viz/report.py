@@ -242,7 +242,7 @@ def _plans(traces: Mapping[str, Trace]) -> list[_Plan]:
         ),
     ]
     if sum(run["ttft_p99_s"] is not None for run in found.values()) > 1:
-        front = figures.front(traces)
+        front = figures.front(found)
         plans.append(
             _Plan(
                 "Which policy is a choice",

@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from cbresearch import metrics
-from cbresearch.trace import Trace
+from cbresearch.trace import Trace, column
 from cbresearch.viz import axes, style, words
 from cbresearch.viz.axes import Clock, area, line, waste
 from cbresearch.viz.gantt import draw_seats, seat_legend
@@ -115,10 +116,10 @@ def occupancy(traces: Mapping[str, Trace], *, time: TimeAxis = "seconds", title:
     looks = axes.looks(traces)
     num_padding = 0
     for ax, (label, trace) in zip(axs[:, 0], traces.items(), strict=True):
-        padding = [len(record.plan.padding) for record in trace.steps]
-        useful, edges = clock.stairs(trace, [len(record.plan.scheduled) for record in trace.steps])
-        computed = useful + clock.stairs(trace, padding)[0]
-        num_padding += sum(padding)
+        padding = column(trace.steps, "num_padding")
+        rows, edges = clock.stairs(trace, np.transpose([column(trace.steps, "num_scheduled"), padding]))
+        useful, computed = rows[:, 0], rows.sum(axis=1)
+        num_padding += int(sum(padding))
         color, limit = looks[label].color, trace.scheduler.max_num_seqs
         axes.title(ax, label, size=12, weight="normal")
         ax.set_ylabel("rows\n(requests)")

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import product
-from typing import Literal
+from typing import Any, Literal
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -134,7 +134,7 @@ def non_dominated(
 
 
 def front(
-    traces: Mapping[str, Trace],
+    summaries: Mapping[str, Mapping[str, Any]],
     x: str = "ttft_p99_s",
     y: str = "output_throughput_tokens_per_s",
     larger_is_better: Collection[str] = LARGER_IS_BETTER,
@@ -142,15 +142,16 @@ def front(
     """Return the labels of the runs that no other beats in both of two metrics, by the first.
 
     Args:
-        traces: The runs by label; whoever does not define both metrics is left out.
-        x: A metric, as `metrics.summary` names it.
+        summaries: What `metrics.summary` says of the runs, by label; whoever does not define both metrics is
+            left out.
+        x: A metric.
         y: Another one.
         larger_is_better: Metrics of which more is better.
 
     Raises:
         ValueError: There is no such metric.
     """
-    return non_dominated(_points(traces, x, y), _signs(x, y, larger_is_better))
+    return non_dominated(_points(summaries, x, y), _signs(x, y, larger_is_better))
 
 
 def pareto(
@@ -177,7 +178,7 @@ def pareto(
     """
     traces = axes.shortened(traces)
     looks = axes.looks(traces)
-    points = _points(traces, x, y)
+    points = _points({label: metrics.summary(trace) for label, trace in traces.items()}, x, y)
     signs = _signs(x, y, larger_is_better)
     best = non_dominated(points, signs)
     fig, ax = axes.axes(ax, height=5)
@@ -218,15 +219,14 @@ def pareto(
     return fig
 
 
-def _points(traces: Mapping[str, Trace], x: str, y: str) -> dict[str, tuple[float, float]]:
+def _points(summaries: Mapping[str, Mapping[str, Any]], x: str, y: str) -> dict[str, tuple[float, float]]:
     found = {}
-    for label, trace in traces.items():
-        summary = metrics.summary(trace)
+    for label, summary in summaries.items():
         for name in (x, y):
             if name not in summary:
                 raise ValueError(f"no metric {name!r}; there is {', '.join(summary)}")
-        if (first := summary[x]) is not None and (second := summary[y]) is not None:
-            found[label] = (float(first), float(second))
+        if summary[x] is not None and summary[y] is not None:
+            found[label] = (float(summary[x]), float(summary[y]))
     return found
 
 

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from cbresearch.trace import Trace
+from cbresearch.trace import MemoryUse, Trace
 from cbresearch.viz import axes, style, words
 from cbresearch.viz.axes import Clock, area, line, waste
 from cbresearch.viz.holdings import Holding, holdings
@@ -105,10 +105,10 @@ def kv_categories(
     drawn: set[str] = set()
     for ax, (label, trace) in zip(axs[:, 0], traces.items(), strict=True):
         uses, pool = list(trace.memory()), trace.cache.num_tokens
-        below = np.zeros(0)
+        heights, edges = clock.stairs(trace, np.array(uses, dtype=int).reshape(-1, len(MemoryUse._fields)))
+        below = np.zeros(len(heights), dtype=int)
         for name, (_, look) in _CATEGORIES.items():
-            values, edges = clock.stairs(trace, [getattr(use, name) for use in uses])
-            below = below if len(below) else np.zeros(len(values), dtype=int)
+            values = heights[:, MemoryUse._fields.index(name)]
             if values.any():
                 area(ax, edges, below, below + values, **{"linewidth": 0, **look}, gid=name)
                 drawn.add(name)
