@@ -192,3 +192,26 @@ def test_characters_that_nobody_sees_are_written_out(tmp_path):
 def test_what_can_be_seen_is_left_as_it_is():
     text = "Grüße, 你好 👩\u200d🚀 \N{REPLACEMENT CHARACTER} a\tb\nc {{x}} <b>"
     assert visible(text) is text
+
+
+def test_the_findings_name_the_best_and_the_worst(traces):
+    carried, waited, cost = questions(traces, slo=SLO, price_per_hour=3.0)
+    fast = max(traces, key=lambda label: metrics.output_throughput(traces[label]))
+    slow = min(traces, key=lambda label: metrics.output_throughput(traces[label]))
+    ratio = metrics.speed_up(traces[slow], traces[fast])
+    assert carried.finding.startswith(f"{fast} carried most: ")
+    assert carried.finding.endswith(f"{fast} is {ratio:.2f} times as fast.")
+    late = max(traces, key=lambda label: metrics.ttft(traces[label]).max)
+    assert re.match(rf"Request q\d+ in {late}: it waited ", waited.finding)
+    assert re.match(
+        rf"A million output tokens cost [\d.,]+ USD with {fast}, and [\d.,]+ with {slow}\.", cost.finding
+    )
+    kept = max(traces, key=lambda label: metrics.goodput(traces[label], SLO))
+    assert f"{kept} has the most goodput" in cost.finding
+
+
+def test_equal_runs_are_not_ranked(traces):
+    carried, waited, cost = questions({"a": traces["mine"], "b": traces["mine"]})
+    assert carried.finding.startswith("Every run carried its load") and "least" not in carried.finding
+    assert "nobody waited longer" not in waited.finding
+    assert ", and " not in cost.finding

@@ -109,12 +109,14 @@ def _carried(traces: Mapping[str, Trace]) -> Question:
     finding = "No run gave a token."
     if order:
         best, worst = order[0], order[-1]
+        is_draw = _rate(tokens[best]) == _rate(tokens[worst])
         finding = (
-            f"{best} carried {'most' if len(order) > 1 else 'its load'}: {_rate(tokens[best])} tokens/s and "
+            f"{best if len(order) == 1 or not is_draw else 'Every run'} carried "
+            f"{'its load' if is_draw else 'most'}: {_rate(tokens[best])} tokens/s and "
             f"{_rate(metrics.request_throughput(traces[best]))} finished requests/s, with "
             f"{_share(metrics.utilization(traces[best]))} of its seats busy."
         )
-        if len(order) > 1 and (low := tokens[worst]):
+        if not is_draw and (low := tokens[worst]):
             finding += (
                 f" {worst} carried least, {_rate(low)} tokens/s; {best} is {_times(tokens[best], low)}."
             )
@@ -141,7 +143,7 @@ def _waited(traces: Mapping[str, Trace]) -> Question:
             f"Request {worst.request_id} in {worst.label}: it waited {words.duration(worst.seconds)} "
             f"{'for its first token' if worst.got_token else 'and got no token before the run ended'}."
         )
-        if len(order) > 1:
+        if known[order[0]] < known[order[-1]]:
             best = next(wait for wait in waits if wait.label == order[0])
             finding += (
                 f" In {best.label} nobody waited longer than {words.duration(best.seconds)} "
@@ -234,7 +236,7 @@ def _cost_finding(
         return "Nothing was generated, so a token has no cost."
     best, worst = order[0], order[-1]
     finding = f"A million output tokens cost {_rate(costs[best])} {unit} with {best}"
-    finding += f", and {_rate(costs[worst])} with {worst}." if len(order) > 1 else "."
+    finding += f", and {_rate(costs[worst])} with {worst}." if costs[best] != costs[worst] else "."
     if slo is not None:
         kept = {label: metrics.goodput(trace, slo) for label, trace in traces.items()}
         most = _from_best(kept, largest=True)[0]
