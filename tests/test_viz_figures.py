@@ -359,3 +359,26 @@ def test_times_far_apart_get_an_axis_on_which_all_can_be_read():
 )
 def test_a_metric_is_named_as_a_reader_knows_it(name, shown):
     assert words.metric(name) == shown
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")
+def test_ids_and_labels_of_any_letters_are_drawn():
+    name = "$x^{2$\ud800\x00</b>\u202e"
+    trace = simulate([Request(name, 3, 5), Request("$", 9, 3)], "fcfs", cache=CacheConfig(8, 4))
+    for fig in (
+        viz.kv_categories({name: trace, "$": trace}),
+        viz.block_map(trace),
+        viz.block_map(trace, step=1),
+        viz.tradeoff({name: {1.0: trace}}),
+        viz.pareto({name: trace, "$": trace}),
+        viz.seats_side_by_side({name: trace}),
+    ):
+        fig.canvas.draw()
+
+
+def test_runs_without_a_step_can_be_drawn():
+    empty = simulate([], "fcfs")
+    assert viz.kv_categories(empty).get_suptitle() == "No KV is held"
+    assert viz.block_map(empty).axes[0].get_title("left") == "fcfs holds no KV block"
+    assert viz.pareto({"a": empty}).axes[0].get_title("left") == "No run defines both"
+    assert viz.tradeoff({"a": {1.0: empty}}).get_suptitle() == "No request got a token"
