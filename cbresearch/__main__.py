@@ -1,6 +1,7 @@
 """The command line: `python -m cbresearch compare` and `python -m cbresearch simulate`."""
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from cbresearch import policies
 from cbresearch.config import SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.experiments import Comparison, compare, compare_simulated
+from cbresearch.metrics import Slo
 
 NUM_ANSWERS_SHOWN = 3
 
@@ -19,6 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = Path(options.output)
     try:
         _check_options(options)
+        slo = _slo(options)
         # Before the work, so that an output folder that cannot be is not found out after it.
         folder.mkdir(parents=True, exist_ok=True)
         limits = SchedulerConfig(
@@ -36,6 +39,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 num_host_blocks=options.host_blocks,
                 seed=options.seed,
                 trust_remote_code=options.trust_remote_code,
+                slo=slo,
+                price_per_hour=options.price_per_hour,
+                currency=options.currency,
             )
         else:
             comparison = compare_simulated(
@@ -48,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 prefix_caching=not options.no_prefix_caching,
                 num_host_blocks=options.host_blocks,
                 seed=options.seed,
+                slo=slo,
+                price_per_hour=options.price_per_hour,
+                currency=options.currency,
             )
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
@@ -63,6 +72,16 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--seed is {options.seed}; it must be 0 or more")
     if options.host_blocks is not None and options.host_blocks < 0:
         raise ValueError(f"--host-blocks is {options.host_blocks}; it must be 0 or more")
+    price = options.price_per_hour
+    if price is not None and not 0 <= price < math.inf:
+        raise ValueError(f"--price-per-hour is {price}; it must be a finite number of 0 or more")
+
+
+def _slo(options: argparse.Namespace) -> Slo | None:
+    """Return what was promised, or None if nothing was."""
+    if options.slo_ttft is None and options.slo_tpot is None:
+        return None
+    return Slo(ttft=options.slo_ttft, tpot=options.slo_tpot)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -117,6 +136,27 @@ def _parser() -> argparse.ArgumentParser:
     limits.add_argument(
         "--seed", type=int, default=0, metavar="N", help="seed of everything random (default 0)"
     )
+    limits.add_argument(
+        "--slo-ttft",
+        type=float,
+        metavar="SECONDS",
+        help="time to first token that was promised: adds goodput, the requests that kept all promises",
+    )
+    limits.add_argument(
+        "--slo-tpot",
+        type=float,
+        metavar="SECONDS",
+        help="mean time per output token after the first that was promised",
+    )
+    limits.add_argument(
+        "--price-per-hour",
+        type=float,
+        metavar="PRICE",
+        help="what an hour of the machine costs: adds the cost of a million tokens",
+    )
+    limits.add_argument(
+        "--currency", default="USD", metavar="NAME", help="currency of the price (default USD)"
+    )
 
     parser = argparse.ArgumentParser(prog="python -m cbresearch", description="Compare batching policies.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -150,6 +190,10 @@ def _write(comparison: Comparison, folder: Path, options: argparse.Namespace) ->
         predictions=[(*row, row.relative_error) for row in comparison.predictions],
         answers=comparison.answers[:NUM_ANSWERS_SHOWN],
         environment=comparison.environment,
+        bytes_per_token=comparison.bytes_per_token,
+        slo=comparison.slo,
+        price_per_hour=comparison.price_per_hour,
+        currency=comparison.currency,
     )
 
 

@@ -224,6 +224,30 @@ def test_a_policy_whose_steps_take_no_time_can_still_be_compared():
     assert [len(trace.served) for trace in comparison.traces.values()] == [60, 60]
 
 
+def test_a_promise_and_a_price_add_goodput_and_costs_everywhere(simulated, tmp_path, capsys):
+    workload(tmp_path)
+    options = {"slo_ttft": 1.0, "slo_tpot": 0.6, "price_per_hour": 7.2, "currency": "CHF"}
+    assert main(simulate_arguments(tmp_path, **options)) == 0
+    table = capsys.readouterr().out
+    assert "goodput (requests/s)" in table and "cost per million output tokens (CHF)" in table
+    output = read(tmp_path / "output")
+    for policy, run in output.runs.items():
+        measured = run["metrics"]
+        assert measured["cost_per_million_output_tokens"] == pytest.approx(
+            7.2 / 3600 / measured["output_throughput_tokens_per_s"] * 1e6
+        )
+        kept = 0
+        for row in (row for row in output.requests if row["policy"] == policy):
+            kept += bool(row["finish_s"]) and float(row["ttft_s"]) <= 1 and float(row["tpot_s"] or 0) <= 0.6
+        assert measured["slo_attainment"] == kept / len(LINES)
+        assert measured["goodput_requests_per_s"] == pytest.approx(kept / measured["makespan_s"])
+    assert "million output tokens</th><td>CHF" in output.report
+    # Without them nothing is assumed.
+    for run in simulated.runs.values():
+        assert not {"slo_attainment", "cost_per_million_output_tokens"} & set(run["metrics"])
+    assert "No price of an hour was given" in simulated.report
+
+
 # --- bad input
 
 
@@ -245,6 +269,10 @@ def test_a_policy_whose_steps_take_no_time_can_still_be_compared():
         ({"cost": "linear:0"}, ["not all 0"]),
         ({"seed": -1}, ["--seed", "-1", "0 or more"]),
         ({"host_blocks": -1}, ["--host-blocks is -1", "0 or more"]),
+        ({"slo_ttft": 0}, ["ttft is 0.0", "positive number of seconds"]),
+        ({"slo_tpot": "nan"}, ["tpot is nan", "positive number of seconds"]),
+        ({"price_per_hour": -2}, ["--price-per-hour is -2.0", "0 or more"]),
+        ({"price_per_hour": "inf"}, ["--price-per-hour is inf", "0 or more"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )

@@ -85,7 +85,19 @@ FLOOR_PLAN: dict[str, set[str]] = {
         "tqdm",
     },
     "experiments": {ABOVE, "numpy", "pandas", "tqdm", "joblib", "cloudpickle"},
-    "viz": {"trace", "metrics", "matplotlib", "seaborn", "jinja2", "numpy", "pandas"},
+    "viz": {
+        "request",
+        "plan",
+        "trace",
+        "formulas",
+        "metrics",
+        "costs",
+        "matplotlib",
+        "seaborn",
+        "jinja2",
+        "numpy",
+        "pandas",
+    },
     "__main__": {ABOVE, "tqdm"},
 }
 

@@ -390,3 +390,15 @@ def test_light_load_rates_of_fixed_services():
     for attainment in (0, 1, math.nan):
         with pytest.raises(ValueError, match="attainment is"):
             formulas.light_load_rate([10.0], 2.0, attainment)
+
+
+def test_a_million_tokens_cost_the_hours_that_they_take():
+    for price, rate in ((0.0, 5.0), (2.5, 277.0), (98.32, 30_000.0)):
+        hours = Fraction(10**6) / Fraction(rate) / 3600
+        assert formulas.cost_per_million_tokens(price, rate) == pytest.approx(float(Fraction(price) * hours))
+    # An hour at a million tokens an hour costs just its price.
+    assert formulas.cost_per_million_tokens(4.0, 1e6 / 3600) == pytest.approx(4.0)
+    with pytest.raises(ValueError, match="tokens_per_second is 0"):
+        formulas.cost_per_million_tokens(1.0, 0.0)
+    with pytest.raises(ValueError, match="price_per_hour is -1"):
+        formulas.cost_per_million_tokens(-1.0, 1.0)

@@ -213,3 +213,42 @@ def test_batch_means_cover_the_mean_of_a_series_whose_values_depend_on_each_othe
     assert metrics.batch_means_interval(range(19)) is None
     with pytest.raises(ValueError, match="num_batches is 1"):
         metrics.batch_means_interval([1.0], 1)
+
+
+def test_the_cost_of_tokens_is_the_price_of_the_makespan_over_the_tokens():
+    trace = run_of(3)
+    ends = [r.token_times[-1] for r in trace.requests]
+    price = 3.0 * (max(ends) - min(r.arrival for r in trace.requests)) / 3600
+    outputs = sum(len(r.tokens) for r in trace.requests)
+    prompts = sum(r.num_prompt_tokens for r in trace.requests)
+    assert metrics.cost_per_million_tokens(trace, 3.0) == pytest.approx(price / outputs * 1e6)
+    assert metrics.cost_per_million_total_tokens(trace, 3.0) == pytest.approx(
+        price / (outputs + prompts) * 1e6
+    )
+    assert metrics.cost_per_million_tokens(trace, 0.0) == 0
+
+
+def test_nothing_generated_has_no_cost_and_no_price_is_below_0():
+    assert metrics.cost_per_million_tokens(NOTHING, 1.0) is None
+    assert metrics.cost_per_million_total_tokens(NOTHING, 1.0) is None
+    for price in (-1.0, math.nan, math.inf):
+        with pytest.raises(ValueError, match="price_per_hour"):
+            metrics.cost_per_million_tokens(NOTHING, price)
+
+
+def test_the_table_has_rows_of_promise_and_cost_only_where_they_are_given():
+    trace, slo = run_of(3), Slo(ttft=2.0)
+    plain = [row.name for row in metrics.kpi_table({"a": trace})]
+    full = metrics.kpi_table({"a": trace}, slo=slo, price_per_hour=2.0, currency="EUR")
+    assert [row.name for row in full[: len(plain)]] == plain
+    added = {(row.name, row.unit): float(row.values[0]) for row in full[len(plain) :]}
+    assert added == {
+        ("kept the SLO", "%"): pytest.approx(100 * metrics.slo_attainment(trace, slo), rel=1e-3),
+        ("goodput", "requests/s"): pytest.approx(metrics.goodput(trace, slo), rel=1e-3),
+        ("cost per million output tokens", "EUR"): pytest.approx(
+            metrics.cost_per_million_tokens(trace, 2.0), rel=1e-3
+        ),
+        ("cost per million total tokens", "EUR"): pytest.approx(
+            metrics.cost_per_million_total_tokens(trace, 2.0), rel=1e-3
+        ),
+    }

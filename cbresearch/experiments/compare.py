@@ -1,5 +1,6 @@
 """The same requests under several policies, with an environment stamp and tidy results."""
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,6 +58,9 @@ class Comparison:
         bytes_per_token: KV bytes of one token, or None without a model.
         answers: (prompt text, output text by policy) of each request, where there was a model.
         predictions: What the formulas say beside what was measured.
+        slo: What was promised to the clients, or None.
+        price_per_hour: What an hour of the machine costs, or None.
+        currency: Of the price.
     """
 
     traces: Mapping[str, Trace]
@@ -65,11 +69,20 @@ class Comparison:
     bytes_per_token: int | None = None
     answers: tuple[tuple[str, Mapping[str, str]], ...] = ()
     predictions: tuple[Prediction, ...] = ()
+    slo: metrics.Slo | None = None
+    price_per_hour: float | None = None
+    currency: str = "USD"
 
     @property
     def kpi(self) -> list[metrics.KpiRow]:
         """Return the key figures, one column a policy."""
-        return metrics.kpi_table(self.traces, self.bytes_per_token)
+        return metrics.kpi_table(
+            self.traces,
+            self.bytes_per_token,
+            slo=self.slo,
+            price_per_hour=self.price_per_hour,
+            currency=self.currency,
+        )
 
     def frame(self) -> "pd.DataFrame":
         """Return the metrics as a tidy pandas frame: one row a policy and quantity."""
@@ -78,7 +91,7 @@ class Comparison:
         rows = [
             {"policy": policy, "metric": name, "value": value}
             for policy, trace in self.traces.items()
-            for name, value in metrics.summary(trace, self.bytes_per_token).items()
+            for name, value in self._summary(trace).items()
         ]
         return pd.DataFrame(rows)
 
@@ -108,10 +121,7 @@ class Comparison:
     def write(self, folder: str | Path) -> None:
         """Write `results.json`, `requests.csv` and `steps.csv` into a folder, each whole or not at all."""
         folder = Path(folder)
-        runs = [
-            {**trace.to_json(), "metrics": metrics.summary(trace, self.bytes_per_token)}
-            for trace in self.traces.values()
-        ]
+        runs = [{**trace.to_json(), "metrics": self._summary(trace)} for trace in self.traces.values()]
         predictions = [{**row._asdict(), "relative_error": row.relative_error} for row in self.predictions]
         write_json(
             folder / "results.json",
@@ -129,6 +139,9 @@ class Comparison:
         no_step = StepRecord(0.0, 0.0, Plan(0, ()), (), 0, 0, 0, 0, 0)
         write_csv(folder / "steps.csv", ("policy", *no_step.row()), steps)
 
+    def _summary(self, trace: Trace) -> dict[str, float | int | None]:
+        return metrics.summary(trace, self.bytes_per_token, slo=self.slo, price_per_hour=self.price_per_hour)
+
 
 def compare(
     model: "str | LoadedModel",
@@ -142,6 +155,9 @@ def compare(
     num_host_blocks: int | None = None,
     seed: int = 0,
     trust_remote_code: bool = False,
+    slo: metrics.Slo | None = None,
+    price_per_hour: float | None = None,
+    currency: str = "USD",
 ) -> Comparison:
     """Serve a workload on a real model, once under each policy.
 
@@ -157,11 +173,15 @@ def compare(
             `scheduler.preemption` is "swap", else none.
         seed: Seed of the workload.
         trust_remote_code: Allow code that ships with the weights to run.
+        slo: What was promised to the clients, for goodput.
+        price_per_hour: What an hour of the machine costs, for the cost of tokens.
+        currency: Of the price.
 
     Raises:
         ValueError: A name is unknown or a limit out of range.
     """
     built = _built(policies)
+    _check_price(price_per_hour)
     given = _given(workload, seed)
     from cbresearch import models
     from cbresearch.engine import ModelExecutor
@@ -200,6 +220,9 @@ def compare(
             *_fitted(traces, requests),
             Prediction("KV pool (bytes)", bytes_per_token * cache.num_tokens, pool_bytes),
         ),
+        slo=slo,
+        price_per_hour=price_per_hour,
+        currency=currency,
     )
 
 
@@ -214,6 +237,9 @@ def compare_simulated(
     prefix_caching: bool = True,
     num_host_blocks: int | None = None,
     seed: int = 0,
+    slo: metrics.Slo | None = None,
+    price_per_hour: float | None = None,
+    currency: str = "USD",
 ) -> Comparison:
     """Serve a workload in the simulator, once under each policy.
 
@@ -228,11 +254,15 @@ def compare_simulated(
         num_host_blocks: Blocks in the host's pool; by default as many as in the KV pool where
             `scheduler.preemption` is "swap", else none.
         seed: Seed of the workload.
+        slo: What was promised to the clients, for goodput.
+        price_per_hour: What an hour of the machine costs, for the cost of tokens.
+        currency: Of the price.
 
     Raises:
         ValueError: A name is unknown or a limit out of range.
     """
     built = _built(policies)
+    _check_price(price_per_hour)
     requests = expand(resolve_prompts(_given(workload, seed), None, None, np.random.default_rng(seed)))
     scheduler = scheduler or SchedulerConfig()
     cache = _cache(scheduler, block_size, num_blocks, prefix_caching, num_host_blocks, requests, None)
@@ -242,6 +272,9 @@ def compare_simulated(
         environment=environment(workload=_label(workload), seed=seed, cost=repr(cost)),
         requests=tuple(requests),
         predictions=tuple(predictions(traces)),
+        slo=slo,
+        price_per_hour=price_per_hour,
+        currency=currency,
     )
 
 
@@ -323,6 +356,12 @@ def _built(policies: Policies) -> list[Policy]:
         if name in names[:place]:
             raise ValueError(f"policy {name!r} is given twice; a run is known by its policy's name")
     return built
+
+
+def _check_price(price_per_hour: float | None) -> None:
+    """Refuse before the work what would be refused after it."""
+    if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
+        raise ValueError(f"price_per_hour is {price_per_hour!r}; give a finite price of 0 or more")
 
 
 def _given(workload: Workload, seed: int) -> list[Request | Refusal]:

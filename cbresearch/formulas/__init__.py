@@ -1,9 +1,9 @@
 """Closed forms for what static and continuous batching should give; `metrics` measures the same quantities.
 
-`batching` counts steps, slots and seconds, `memory` bytes, `preemption` what making room costs, `queueing`
-waits, `roofline` arithmetic, `rounding` its errors and the tokens that they flip, `sharing` what prompts have
-in common. Forms without a paper are derived where they stand. Every function raises ValueError, naming the
-argument and its value, if the value is out of range or the sample is empty.
+`batching` counts steps, slots and seconds, `cost` money, `memory` bytes, `preemption` what making room costs,
+`queueing` waits, `roofline` arithmetic, `rounding` its errors and the tokens that they flip, `sharing` what
+prompts have in common. Forms without a paper are derived where they stand. Every function raises ValueError,
+naming the argument and its value, if the value is out of range or the sample is empty.
 """
 
 from cbresearch.formulas.batching import (
@@ -26,6 +26,7 @@ from cbresearch.formulas.batching import (
     throughput_decode,
 )
 from cbresearch.formulas.checks import Lengths
+from cbresearch.formulas.cost import cost_per_million_tokens
 from cbresearch.formulas.memory import (
     MemoryShares,
     contiguous_memory_shares,
@@ -100,6 +101,7 @@ __all__ = [
     "contiguous_memory_shares",
     "continuous_seconds",
     "continuous_steps",
+    "cost_per_million_tokens",
     "decode_attention_intensity",
     "decode_step_seconds",
     "erlang_c",

@@ -6,12 +6,10 @@ ones count it by its duration; they differ where a step's duration depends on wh
 """
 
 from cbresearch.metrics.basic import (
-    KpiRow,
     Summary,
     TokenCounts,
     fragmentation,
     itl,
-    kpi_table,
     latency,
     makespan,
     mean_pool_use,
@@ -27,7 +25,6 @@ from cbresearch.metrics.basic import (
     request_throughput,
     speed_up,
     summarize,
-    summary,
     time_weighted_fragmentation,
     time_weighted_occupancy,
     time_weighted_utilization,
@@ -39,6 +36,7 @@ from cbresearch.metrics.basic import (
     wasted_row_share,
 )
 from cbresearch.metrics.clients import jain_index, service_by_client
+from cbresearch.metrics.cost import cost_per_million_tokens, cost_per_million_total_tokens
 from cbresearch.metrics.exposition import exposition
 from cbresearch.metrics.intervals import (
     Interval,
@@ -49,6 +47,7 @@ from cbresearch.metrics.intervals import (
 )
 from cbresearch.metrics.queues import mean_in_system, mean_queue_length, residence_time, without_warm_up
 from cbresearch.metrics.slo import Slo, fluidity_index, goodput, slo_attainment
+from cbresearch.metrics.tables import KpiRow, kpi_table, summary
 
 __all__ = [
     "Interval",
@@ -57,6 +56,8 @@ __all__ = [
     "Summary",
     "TokenCounts",
     "batch_means_interval",
+    "cost_per_million_tokens",
+    "cost_per_million_total_tokens",
     "exposition",
     "fluidity_index",
     "fragmentation",

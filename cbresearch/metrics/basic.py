@@ -1,8 +1,8 @@
 """The figures of a run: latencies, rates, rows, memory and tokens; see the package for what they share."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from operator import mul
 from typing import NamedTuple
 
@@ -63,22 +63,6 @@ class TokenCounts(NamedTuple):
     def computed(self) -> int:
         """Return the useful tokens that the steps computed, prefill and decode."""
         return self.prefill + self.decode
-
-
-class KpiRow(NamedTuple):
-    """One line of the comparison of runs, ready to print.
-
-    Attributes:
-        name: Of the quantity.
-        unit: Of its values; empty for a pure number.
-        values: One text a run, "–" where undefined.
-        sizes: Sample size n behind each run's percentile; empty in rows of another kind.
-    """
-
-    name: str
-    unit: str
-    values: tuple[str, ...]
-    sizes: tuple[str, ...] = ()
 
 
 def percentile(values: Iterable[float], q: float) -> float | None:
@@ -287,99 +271,6 @@ def speed_up(baseline: Trace, other: Trace) -> float | None:
     It tells of the batching only if both served the same requests and these kept them busy.
     """
     return _ratio(output_throughput(other), output_throughput(baseline))
-
-
-def summary(trace: Trace, bytes_per_token: int | None = None) -> dict[str, float | int | None]:
-    """Return everything above as one flat dict that JSON can hold; units end the names, undefined is None.
-
-    Args:
-        trace: The run.
-        bytes_per_token: KV bytes of one token; without it there is no `peak_kv_bytes`.
-    """
-    counts = token_counts(trace)
-    values: dict[str, float | int | None] = {
-        "num_requests": len(trace.requests),
-        "num_refused": len(trace.requests) - len(trace.served),
-        "num_finished": len(_finished(trace)),
-        "num_aborted": sum(record.finish_reason == "abort" for record in trace.served),
-        "num_failed": sum(record.finish_reason == "error" for record in trace.served),
-        "num_steps": len(trace.steps),
-        "num_preemptions": num_preemptions(trace),
-        "makespan_s": makespan(trace),
-        "output_throughput_tokens_per_s": output_throughput(trace),
-        "total_throughput_tokens_per_s": total_throughput(trace),
-        "request_throughput_requests_per_s": request_throughput(trace),
-        "occupancy_rows": occupancy(trace),
-        "time_weighted_occupancy_rows": time_weighted_occupancy(trace),
-        "utilization": utilization(trace),
-        "time_weighted_utilization": time_weighted_utilization(trace),
-        "wasted_row_share": wasted_row_share(trace),
-        "fragmentation": fragmentation(trace),
-        "time_weighted_fragmentation": time_weighted_fragmentation(trace),
-        "peak_kv_tokens": peak_kv_tokens(trace),
-        "peak_kv_bytes": None if bytes_per_token is None else peak_kv_bytes(trace, bytes_per_token),
-        "mean_pool_use": mean_pool_use(trace),
-        **{f"kv_{name}_share": share for name, share in memory_shares(trace).items()},
-        **{f"num_{kind}_blocks": int(sum(column(trace.steps, transfer))) for kind, transfer in _TRANSFERS},
-        "prefix_hit_rate": prefix_hit_rate(trace),
-        **{f"num_{kind}_tokens": number for kind, number in counts._asdict().items()},
-        "num_computed_tokens": counts.computed,
-    }
-    for measure in (ttft, tpot, itl, latency, queue_time):
-        for statistic, value in asdict(measure(trace)).items():
-            values[f"{measure.__name__}_{statistic}" + ("" if statistic == "n" else "_s")] = value
-    return values
-
-
-def kpi_table(traces: Mapping[str, Trace], bytes_per_token: int | None = None) -> list[KpiRow]:
-    """Return the key figures of runs side by side, for the console and the report.
-
-    Args:
-        traces: The runs by label; the values of each row are in this order.
-        bytes_per_token: KV bytes of one token; without it the peak is given in tokens.
-    """
-    runs = [summary(trace, bytes_per_token) for trace in traces.values()]
-
-    def row(name: str, unit: str, key: str, scale: float = 1, sample: str = "") -> KpiRow:
-        values = (run[key] for run in runs)
-        texts = tuple(_text(value if value is None or scale == 1 else value * scale) for value in values)
-        return KpiRow(name, unit, texts, tuple(str(run[f"{sample}_n"]) for run in runs) if sample else ())
-
-    def timing(name: str, rank: str, unit: str, scale: float) -> KpiRow:
-        sample = name.lower()
-        return row(f"{name} {rank}", unit, f"{sample}_{rank}_s", scale, sample)
-
-    if bytes_per_token is None:
-        peak = row("peak KV memory", "tokens", "peak_kv_tokens")
-    else:
-        peak = row("peak KV memory", "MiB", "peak_kv_bytes", 2**-20)
-    return [
-        row("output throughput", "tokens/s", "output_throughput_tokens_per_s"),
-        row("mean occupancy", "rows", "occupancy_rows"),
-        row("utilization", "%", "utilization", 100),
-        timing("TTFT", "p50", "ms", 1e3),
-        timing("TTFT", "p99", "ms", 1e3),
-        timing("TPOT", "p50", "ms", 1e3),
-        timing("TPOT", "p99", "ms", 1e3),
-        timing("ITL", "p99", "ms", 1e3),
-        timing("latency", "p50", "s", 1),
-        timing("latency", "p99", "s", 1),
-        peak,
-        row("fragmentation", "%", "fragmentation", 100),
-        row("prefix hit rate", "%", "prefix_hit_rate", 100),
-        row("preemptions", "", "num_preemptions"),
-        row("requests served", "", "num_finished"),
-        row("requests refused", "", "num_refused"),
-    ]
-
-
-_TRANSFERS = (("copied", "copy"), ("swapped_out", "swap_out"), ("swapped_in", "swap_in"))
-
-
-def _text(value: float | int | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 
 def sample_of(values: Iterable[float]) -> npt.NDArray[np.float64]:

@@ -1,8 +1,9 @@
 """What the figures share: the time axis, plain titles, labels at the end of a line."""
 
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -57,20 +58,22 @@ class Clock(NamedTuple):
         if self.time == "step":
             steps = np.arange(len(trace.steps), dtype=float)
             return steps, steps + 1
-        starts = np.array([record.start for record in trace.steps], dtype=float)
-        ends = np.array([record.end for record in trace.steps], dtype=float)
-        return starts * self.factor, ends * self.factor
+        # In one pass, for each spells out the steps that were taken at once.
+        times = np.array([(record.start, record.end) for record in trace.steps], dtype=float).reshape(-1, 2)
+        return times[:, 0] * self.factor, times[:, 1] * self.factor
 
-    def stairs(self, trace: Trace, values: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def stairs(
+        self, trace: Trace, values: Sequence[float] | Sequence[Sequence[int]]
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Return a value per interval and the intervals' edges, with 0 where no step ran.
 
         Args:
             trace: The run.
-            values: One value a step.
+            values: One value a step, or one row of several.
         """
         starts, ends = self.edges(trace)
         idle = np.flatnonzero(starts > np.append(0.0, ends)[:-1])
-        heights = np.insert(np.array(values, dtype=int), idle, 0)
+        heights = np.insert(np.array(values, dtype=int), idle, 0, axis=0)
         return heights, np.append(0.0, np.insert(ends, idle, starts[idle]))
 
     def label(self, ax: Axes) -> None:
@@ -87,7 +90,7 @@ def shortened(traces: Mapping[str, Trace]) -> dict[str, Trace]:
     """
     found: dict[str, Trace] = {}
     for place, (label, trace) in enumerate(traces.items(), 1):
-        name = " ".join(label.split())
+        name = words.visible(" ".join(label.split()))
         name = name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…"
         found[name if name not in found else f"{name} ({place})"] = trace
     return found
@@ -100,16 +103,32 @@ def looks(traces: Mapping[str, Trace]) -> dict[str, PolicyLook]:
         traces: The runs by label.
     """
     policies = [trace.policy for trace in traces.values()]
-    found: dict[str, PolicyLook] = {}
-    for label, trace in traces.items():
-        name = label if policies.count(trace.policy) > 1 else trace.policy
+    return looks_of(
+        {
+            label: label if policies.count(trace.policy) > 1 else trace.policy
+            for label, trace in traces.items()
+        }
+    )
+
+
+def looks_of(policies: Mapping[str, str]) -> dict[str, PolicyLook]:
+    """Return a look per label: its policy's, or for names that the package does not know one like no other.
+
+    Args:
+        policies: Policy names by label.
+    """
+    found = {label: policy_look(name) for label, name in policies.items() if style.is_known(name)}
+    for label, name in policies.items():
         look, attempt = policy_look(name), 1
-        taken = {other.color for other in found.values()}
-        while look.color in taken and attempt < 20:
+        colors = {other.color for other in found.values()}
+        while label not in found and attempt < 40:
+            # Of another colour as long as there is one, or at least of another shape.
+            if look not in found.values() and (look.color not in colors or attempt > 20):
+                break
             attempt += 1
             look = policy_look(f"{name} {attempt}")
-        found[label] = look
-    return found
+        found.setdefault(label, look)
+    return {label: found[label] for label in policies}
 
 
 def axes(ax: Axes | None, height: float) -> tuple[Figure, Axes]:
@@ -134,14 +153,21 @@ def figure_of(ax: Axes) -> Figure:
 
 def title(ax: Axes, text: str, size: float = 13, weight: str = "bold") -> None:
     """Set an axis's title, wrapped to the figure's width."""
-    letters = round(figure_of(ax).get_size_inches()[0] * 9)
-    plain([ax.set_title(textwrap.fill(text, letters), loc="left", fontsize=size, fontweight=weight)])
+    # The axes begin about an inch from the figure's edge.
+    letters = round((figure_of(ax).get_size_inches()[0] - 1) * 9.2 * 13 / size)
+    plain([ax.set_title(_wrapped(text, letters), loc="left", fontsize=size, fontweight=weight)])
 
 
 def suptitle(fig: Figure, text: str) -> None:
     """Set a figure's title, wrapped to its width."""
     letters = round(fig.get_size_inches()[0] * 8.4)
-    plain([fig.suptitle(textwrap.fill(text, letters), x=0.01, ha="left", fontsize=14, fontweight="bold")])
+    plain([fig.suptitle(_wrapped(text, letters), x=0.01, ha="left", fontsize=14, fontweight="bold")])
+
+
+def _wrapped(text: str, letters: int) -> str:
+    """Return a text in lines of at most so many letters, a number and its unit on one."""
+    joined = re.sub(r"(?<=\d) (?=(?:%|s|ms|µs|steps?|tokens?/s)(?:\W|$))", "\0", text)
+    return textwrap.fill(joined, letters).replace("\0", " ")
 
 
 def plain(texts: Sequence[Text]) -> None:
@@ -182,3 +208,47 @@ def padding_patch() -> Patch:
         linewidth=0.4,
         label=PADDING,
     )
+
+
+# Not `Axes.stairs`: it walks each edge in Python, which takes seconds for a long run.
+def area(ax: Axes, edges: np.ndarray, low: np.ndarray | int, high: np.ndarray, **look: Any) -> None:
+    """Fill the steps between two values per interval.
+
+    Args:
+        ax: Where to draw.
+        edges: Edges of the intervals, one more than these.
+        low: Lower value per interval, or one for all.
+        high: Upper value per interval.
+        **look: As `Axes.fill_between` takes it.
+    """
+    if len(high):
+        low = np.broadcast_to(low, high.shape)
+        ax.fill_between(edges, _to_last_edge(high), _to_last_edge(low), step="post", **look)
+
+
+def line(ax: Axes, edges: np.ndarray, values: np.ndarray, **look: Any) -> None:
+    """Draw a value per interval as a line in steps, under the lines that mark a limit or a mean.
+
+    Args:
+        ax: Where to draw.
+        edges: Edges of the intervals, one more than these.
+        values: A value per interval.
+        **look: As `Axes.plot` takes it.
+    """
+    if len(values):
+        look |= {"solid_joinstyle": "miter", "solid_capstyle": "butt"}
+        ax.plot(edges, _to_last_edge(values), drawstyle="steps-post", zorder=1, **look)
+
+
+def _to_last_edge(values: np.ndarray) -> np.ndarray:
+    return np.append(values, values[-1])
+
+
+def waste() -> dict[str, Any]:
+    """Return the look of an area that stands for work or memory for nothing."""
+    return {
+        "facecolor": style.PADDING_COLOR,
+        "edgecolor": style.HATCH_COLOR,
+        "hatch": style.PADDING_HATCH,
+        "linewidth": 0,
+    }

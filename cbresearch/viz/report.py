@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
-from cbresearch.metrics import KpiRow
+from cbresearch import metrics
+from cbresearch.metrics import KpiRow, Slo
 from cbresearch.trace import Trace, write_whole
 from cbresearch.viz import figures, words
+from cbresearch.viz.dispatcher import questions
 from cbresearch.viz.player import player_html
 from cbresearch.viz.style import use_style
 from cbresearch.viz.templates import asset, render
@@ -24,11 +26,25 @@ _MAX_SEAT_STEPS = 600
 _MAX_REFUSED = 50
 
 
+class _Table(NamedTuple):
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
+class _Plan(NamedTuple):
+    heading: str
+    draw: Callable[[], Figure]
+    form: str
+    text: str
+    table: _Table
+
+
 class _Picture(NamedTuple):
     heading: str
     png: str
     alt: str
     caption: str
+    table: _Table
 
 
 def write_report(
@@ -41,10 +57,16 @@ def write_report(
     answers: Iterable[Answer] = (),
     environment: Mapping[str, str] | None = None,
     note: str = "",
+    bytes_per_token: int | None = None,
+    slo: Slo | None = None,
+    price_per_hour: float | None = None,
+    currency: str = "USD",
 ) -> Path:
-    """Write one HTML file that shows the runs: tables, figures, the player, answers, the environment.
+    """Write one HTML file that shows the runs: a dispatcher's three questions, tables, the player, figures.
 
-    The file needs nothing else: no network, no other file. It appears whole or not at all.
+    How much was carried, who waited longest and what it cost comes first; answers, refusals and the
+    environment come last. The file needs nothing else: no network, no other file. It appears whole or not
+    at all.
 
     Args:
         path: Where to write it.
@@ -55,9 +77,13 @@ def write_report(
         answers: Some prompts, each with the generated text by label.
         environment: What the runs ran on: names and values.
         note: A sentence below the title.
+        bytes_per_token: KV bytes of one token; without it memory is given in tokens.
+        slo: What was promised to the clients; without it there is no goodput.
+        price_per_hour: What an hour of the machine costs; without it the cost of tokens is given in hours.
+        currency: Of the price.
 
     Raises:
-        ValueError: There is no run, or a row has the wrong number of values.
+        ValueError: There is no run, a row has the wrong number of values, or the price is below 0.
     """
     if not traces:
         raise ValueError("there is no run to report; give at least one trace")
@@ -69,6 +95,13 @@ def write_report(
         note=note,
         css=asset("report.css"),
         labels=list(traces),
+        questions=questions(
+            traces,
+            bytes_per_token=bytes_per_token,
+            slo=slo,
+            price_per_hour=price_per_hour,
+            currency=currency,
+        ),
         kpi=key_figures,
         predictions=compared,
         pictures=_pictures(traces),
@@ -83,47 +116,154 @@ def write_report(
     return Path(path)
 
 
+def first_section(
+    traces: Mapping[str, Trace],
+    *,
+    bytes_per_token: int | None = None,
+    slo: Slo | None = None,
+    price_per_hour: float | None = None,
+    currency: str = "USD",
+) -> str:
+    """Return the report's first section alone, a dispatcher's three questions, as HTML for a notebook.
+
+    Args:
+        traces: The runs by label.
+        bytes_per_token: KV bytes of one token; without it memory is given in tokens.
+        slo: What was promised to the clients; without it there is no goodput.
+        price_per_hour: What an hour of the machine costs; without it the cost of tokens is given in hours.
+        currency: Of the price.
+
+    Raises:
+        ValueError: There is no run, or the price is below 0.
+    """
+    if not traces:
+        raise ValueError("there is no run to report; give at least one trace")
+    return render(
+        "questions.html.jinja",
+        css=asset("report.css"),
+        labels=list(traces),
+        questions=questions(
+            traces,
+            bytes_per_token=bytes_per_token,
+            slo=slo,
+            price_per_hour=price_per_hour,
+            currency=currency,
+        ),
+    )
+
+
 def _pictures(traces: Mapping[str, Trace]) -> list[_Picture]:
     """Draw the figures in the package's own style, whatever the caller's is."""
-    caption = f"{words.length_finding(traces)}."
-    if any(len(trace.steps) > _MAX_SEAT_STEPS for trace in traces.values()):
-        caption += f" At most {_MAX_SEAT_STEPS:,} steps of each run are drawn."
-    plans: list[tuple[str, Callable[[], Figure], str, str]] = [
-        (
-            "Who sits where",
-            lambda: figures.seats_side_by_side(traces, max_steps=_MAX_SEAT_STEPS),
-            "Bars over time, one row a seat and one panel a run",
-            f"{caption} Each bar is a request in its seat; a hatched one is the row of a finished request "
-            "that the batch goes on computing.",
-        ),
-        (
-            "How full the batch is",
-            lambda: figures.occupancy(traces),
-            "Step lines over time, one panel a run: rows of the batch that do useful work",
-            f"{words.occupancy_finding(traces)}.",
-        ),
-        (
-            "KV memory",
-            lambda: figures.kv_memory_side_by_side(traces),
-            "Areas over time, one panel a run: KV blocks held, and the tokens in use in them",
-            f"{words.kv_findings(traces)}. Hatched is memory held without a token that is still needed.",
-        ),
-        (
-            "Latency",
-            lambda: figures.latency_cdfs(traces),
-            "Two cumulative distributions, a line per run: time to first token and time per output token",
-            f"{words.latency_finding(traces)}. Markers stand at the median and at the 99th percentile.",
-        ),
-    ]
     pictures = []
     with plt.rc_context(), warnings.catch_warnings():
         # An id may be in a script that the font lacks; it is shown in full elsewhere in the report.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         plt.style.use("default")
         use_style()
-        for heading, draw, form, text in plans:
-            pictures.append(_Picture(heading, _png(draw()), f"{form}. {text}", text))
+        for plan in _plans(traces):
+            alt = f"{plan.form}. {plan.text}"
+            pictures.append(_Picture(plan.heading, _png(plan.draw()), alt, plan.text, plan.table))
     return pictures
+
+
+def _plans(traces: Mapping[str, Trace]) -> list[_Plan]:
+    """Return what to draw, and beside each figure its finding and its numbers."""
+    caption = f"{words.length_finding(traces)}."
+    if any(len(trace.steps) > _MAX_SEAT_STEPS for trace in traces.values()):
+        caption += f" At most {_MAX_SEAT_STEPS:,} steps of each run are drawn."
+    found = {label: metrics.summary(trace) for label, trace in traces.items()}
+
+    def table(**columns: Callable[[Mapping[str, Any]], str]) -> _Table:
+        names = [name.replace("_", " ") for name in columns]
+        return _Table(
+            ["run", *names],
+            [[label, *(show(run) for show in columns.values())] for label, run in found.items()],
+        )
+
+    def percent(key: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda run: words.NOTHING if run[key] is None else f"{100 * run[key]:.1f} %"
+
+    def number(key: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda run: words.number(run[key])
+
+    def seconds(key: str) -> Callable[[Mapping[str, Any]], str]:
+        return lambda run: words.duration(run[key])
+
+    plans = [
+        _Plan(
+            "Who sits where",
+            lambda: figures.seats_side_by_side(traces, max_steps=_MAX_SEAT_STEPS),
+            "Bars over time, one row a seat and one panel a run",
+            f"{caption} Each bar is a request in its seat; a hatched one is the row of a finished request "
+            "that the batch goes on computing.",
+            table(
+                steps=number("num_steps"),
+                first_arrival_to_last_token=seconds("makespan_s"),
+                preemptions=number("num_preemptions"),
+            ),
+        ),
+        _Plan(
+            "How full the batch is",
+            lambda: figures.occupancy(traces),
+            "Step lines over time, one panel a run: rows of the batch that do useful work",
+            f"{words.occupancy_finding(traces)}.",
+            table(
+                useful_rows=number("occupancy_rows"),
+                of_all_seats=percent("utilization"),
+                rows_computed_for_nothing=percent("wasted_row_share"),
+            ),
+        ),
+        _Plan(
+            "KV memory",
+            lambda: figures.kv_categories(traces),
+            "Stacked areas over time, one panel a run: what each slot of the KV pool is used for",
+            f"{words.categories_findings(traces)}.",
+            table(
+                in_use=percent("kv_token_states_share"),
+                reserved=percent("kv_reserved_share"),
+                never_filled=percent("kv_internal_share"),
+                out_of_reach=percent("kv_external_share"),
+                cached=percent("kv_cached_share"),
+                free=percent("kv_free_share"),
+            ),
+        ),
+        _Plan(
+            "Latency",
+            lambda: figures.latency_cdfs(traces),
+            "Two cumulative distributions, a line per run: time to first token and time per output token",
+            f"{words.latency_finding(traces)}. Markers stand at the median and at the 99th percentile.",
+            table(
+                TTFT_p50=seconds("ttft_p50_s"),
+                TTFT_p99=seconds("ttft_p99_s"),
+                TPOT_p50=seconds("tpot_p50_s"),
+                TPOT_p99=seconds("tpot_p99_s"),
+                requests=number("ttft_n"),
+            ),
+        ),
+    ]
+    if sum(run["ttft_p99_s"] is not None for run in found.values()) > 1:
+        front = figures.front(found)
+        plans.append(
+            _Plan(
+                "Which policy is a choice",
+                lambda: figures.pareto(traces),
+                "A dot per run: time to first token at the 99th percentile, and output throughput",
+                f"{words.pareto_finding(front, len(traces))}. Joined are those that no other beats in both.",
+                _Table(
+                    ["run", "TTFT p99", "output throughput", "verdict"],
+                    [
+                        [
+                            label,
+                            words.duration(run["ttft_p99_s"]),
+                            f"{words.number(run['output_throughput_tokens_per_s'])} tokens/s",
+                            "a choice" if label in front else "beaten",
+                        ]
+                        for label, run in found.items()
+                    ],
+                ),
+            )
+        )
+    return plans
 
 
 def _png(fig: Figure) -> str:

@@ -1,6 +1,7 @@
 """One look for every figure: fonts, and a colour, a marker and a line style that stay with a policy."""
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -29,19 +30,55 @@ class PolicyLook(NamedTuple):
     linestyle: str | tuple[int, tuple[int, ...]]
 
 
-_KNOWN = MappingProxyType(
+# Paul Tol's muted scheme, less what resembles a colour below; and markers that no policy below has.
+_OTHER_COLORS = ("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#6699CC")
+_OTHER_MARKERS = ("P", "X", "*", "<", ">", "h", "p", "d")
+_OTHER_LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
+
+# Those of a family follow one another, so that they differ in colour: they are compared most.
+_OTHER_POLICIES = (
+    "orca",
+    "vllm_v0",
+    "vllm_v1",
+    "sarathi",
+    "splitfuse",
+    "srpt",
+    "mlfq",
+    "rank",
+    "trail",
+    "hrrn",
+    "mc_sf",
+    "no_evict",
+    "max_utilization",
+    "past_future",
+    "new_token_ratio",
+    "vtc",
+    "dlpm",
+    "lpm",
+    "priority",
+    "edf",
+    "least_slack",
+    "andes",
+)
+
+_KNOWN: Mapping[str, PolicyLook] = MappingProxyType(
     {
         "static": PolicyLook("#D55E00", "s", "-"),
         "static:release": PolicyLook("#E69F00", "D", "--"),
         "fcfs": PolicyLook("#0072B2", "o", "-"),
         "prefill_first": PolicyLook("#009E73", "^", "-."),
         "sjf": PolicyLook("#CC79A7", "v", (0, (1, 1))),
+        # No pair of colour and marker comes twice before the least common multiple of 7 and 8.
+        **{
+            name: PolicyLook(
+                _OTHER_COLORS[place % len(_OTHER_COLORS)],
+                _OTHER_MARKERS[place % len(_OTHER_MARKERS)],
+                _OTHER_LINES[place // len(_OTHER_COLORS)],
+            )
+            for place, name in enumerate(_OTHER_POLICIES)
+        },
     }
 )
-# Paul Tol's muted scheme, less what resembles a colour above; and markers that no known policy has.
-_OTHER_COLORS = ("#332288", "#882255", "#44AA99", "#999933", "#AA4499", "#661100", "#6699CC")
-_OTHER_MARKERS = ("P", "X", "*", "<", ">", "h", "p", "d")
-_OTHER_LINES = ("-", "--", "-.", (0, (5, 1, 1, 1, 1, 1)))
 
 
 def use_style() -> None:
@@ -56,16 +93,30 @@ def use_style() -> None:
 def policy_look(name: str) -> PolicyLook:
     """Return a policy's colour, marker and line style: the same in every figure, run and process.
 
+    Those of the package's policies all differ. Any other name gets a look computed from its letters, and none
+    of theirs.
+
     Args:
-        name: Policy name, options included. An unknown one gets a look computed from its letters.
+        name: Policy name, options included.
     """
     if name in _KNOWN:
         return _KNOWN[name]
     # Not `hash`, which differs from process to process.
     digest = zlib.crc32(name.encode("utf-8", "backslashreplace"))
-    digest, color = divmod(digest, len(_OTHER_COLORS))
-    digest, marker = divmod(digest, len(_OTHER_MARKERS))
-    return PolicyLook(_OTHER_COLORS[color], _OTHER_MARKERS[marker], _OTHER_LINES[digest % len(_OTHER_LINES)])
+    taken = set(_KNOWN.values())
+    looks = [
+        PolicyLook(color, marker, line)
+        for line in _OTHER_LINES
+        for marker in _OTHER_MARKERS
+        for color in _OTHER_COLORS
+        if PolicyLook(color, marker, line) not in taken
+    ]
+    return looks[digest % len(looks)]
+
+
+def is_known(name: str) -> bool:
+    """Return whether a policy has a look of its own, which no other name has."""
+    return name in _KNOWN
 
 
 def ink_on(color: str) -> str:

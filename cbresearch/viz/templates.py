@@ -24,9 +24,15 @@ def render(name: str, **values: object) -> str:
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
+        finalize=_shown,
     )
-    environment.filters |= {"number": words.number, "percent": words.percent}
+    environment.filters |= {"number": words.number, "percent": words.percent, "duration": words.duration}
     return environment.get_template(name).render(**values)
+
+
+def _shown(value: Any) -> Any:
+    """Return what a template writes for a value: texts of users made visible, our own HTML as it is."""
+    return words.visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def asset(name: str) -> str:

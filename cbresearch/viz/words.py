@@ -1,13 +1,16 @@
 """Numbers and findings as a reader wants them: with units, rounded, and a dash where there is none."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
 
-from cbresearch.metrics import fragmentation, occupancy, peak_kv_tokens
+from cbresearch.metrics import fragmentation, memory_shares, occupancy, output_throughput, peak_kv_tokens
 from cbresearch.trace import RequestRecord, Trace
+from cbresearch.viz.holdings import Holding
 
 NOTHING = "–"
 
@@ -36,6 +39,18 @@ def percent(value: float | None) -> str:
     if value is None or math.isnan(value):
         return NOTHING
     return f"{100 * value:+.3g} %".replace("-", "−")
+
+
+def visible(text: str) -> str:
+    r"""Return a text with characters that would not be seen, or would reorder others, written out.
+
+    Control characters appear as their pictures, such as "␀"; line and paragraph separators, marks of writing
+    direction and lone surrogates as escapes, such as "\u202e". Newlines and tabs stay.
+
+    Args:
+        text: Any text.
+    """
+    return "".join(_visible(letter) for letter in text) if _UNSEEN.search(text) else text
 
 
 def duration(seconds: float | None) -> str:
@@ -127,6 +142,68 @@ def kv_findings(traces: Mapping[str, Trace]) -> str:
     return f"Held KV that is in use: {', '.join(parts)}" if parts else "No KV is held"
 
 
+def categories_finding(trace: Trace, label: str | None = None) -> str:
+    """Say what the KV pool is used for on average over time, the largest category first.
+
+    Args:
+        trace: The run.
+        label: Its name; the policy's by default.
+    """
+    shares = {_IN_WORDS[name]: share for name, share in _pool_shares(trace).items()}
+    largest = sorted(shares, key=lambda name: -shares[name])
+    parts = [f"{name} {100 * shares[name]:.0f} %" for name in largest if shares[name] >= 0.005]
+    return f"{label or trace.policy}: {', '.join(parts) or 'no step was run'}"
+
+
+def categories_findings(traces: Mapping[str, Trace]) -> str:
+    """Say how much of the KV pool holds tokens in use, run by run, and what most of the rest is.
+
+    Args:
+        traces: The runs by label.
+    """
+    parts = []
+    for label, trace in traces.items():
+        shares = _pool_shares(trace)
+        if not shares:
+            continue
+        used = shares.pop("token_states")
+        rest = max(shares, key=lambda name: shares[name])
+        parts.append(f"{label} {100 * used:.0f} % ({100 * shares[rest]:.0f} % {_IN_WORDS[rest]})")
+    return f"KV pool that holds tokens in use: {', '.join(parts)}" if parts else "No KV is held"
+
+
+def blocks_finding(trace: Trace) -> str:
+    """Say how many blocks of the pool are held at most, and how many references sharing saves.
+
+    Args:
+        trace: The run.
+    """
+    if not trace.steps:
+        return f"{trace.policy} holds no KV block"
+    held = max(record.num_held_blocks for record in trace.steps)
+    shared = max(record.num_shared_blocks for record in trace.steps)
+    sharing = f", and sharing saves up to {shared:,}" if shared else ", none of them shared"
+    return f"{trace.policy} holds up to {held:,} of {trace.cache.num_blocks:,} KV blocks{sharing}"
+
+
+def block_finding(trace: Trace, holding: Holding, step: int) -> str:
+    """Say how many blocks are held, shared, cached and free in one step.
+
+    Args:
+        trace: The run.
+        holding: Who holds which block.
+        step: Index of the step.
+    """
+    held, cached = len(holding.holders), len(holding.cached)
+    shared = sum(len(names) > 1 for names in holding.holders.values())
+    names = {name for group in holding.holders.values() for name in group}
+    free = trace.cache.num_blocks - held - cached
+    return (
+        f"Step {step:,}: {len(names):,} requests hold {held:,} of {trace.cache.num_blocks:,} KV blocks, "
+        f"{shared:,} of them shared; {cached:,} are cached, {free:,} free"
+    )
+
+
 def occupancy_finding(traces: Mapping[str, Trace]) -> str:
     """Say how many rows do useful work on average, run by run.
 
@@ -154,5 +231,118 @@ def latency_finding(traces: Mapping[str, Trace]) -> str:
     return finding if low == high else f"{finding}, {high} {duration(medians[high])}"
 
 
+def roofline_finding(machine: str, reached: Mapping[str, tuple[int, float]]) -> str:
+    """Say what share of a machine's peak the largest decode and prefill steps reach.
+
+    Args:
+        machine: Its name.
+        reached: Tokens of the step and its share of the peak, by "decode" and "prefill".
+    """
+    what = {"decode": "a decode of {:,} requests", "prefill": "a prompt of {:,} tokens"}
+    parts = [
+        f"{what[kind].format(size)} reaches {100 * share:.{0 if share > 0.1 else 1}f} %"
+        for kind, (size, share) in reached.items()
+    ]
+    return f"{machine}: {', '.join(parts)} of the peak" if parts else f"The roofline of {machine}"
+
+
+def tradeoff_finding(runs: Mapping[str, Mapping[float, Trace]], rank: int, load: str) -> str:
+    """Say who waits least for a first token, and who most, at the highest load that all runs share.
+
+    Args:
+        runs: The runs by label and load.
+        rank: Percentile of the times, in percent.
+        load: What the loads count.
+    """
+    shared = set.intersection(*(set(by_load) for by_load in runs.values()))
+    if not shared:
+        return "No load is shared by all runs"
+    most = max(shared)
+    times = {label: latencies(by_load[most].served, "ttft") for label, by_load in runs.items()}
+    waits = {label: float(np.percentile(found, rank)) for label, found in times.items() if found}
+    if not waits:
+        return "No request got a token"
+    low, high = min(waits, key=lambda name: waits[name]), max(waits, key=lambda name: waits[name])
+    rates = {label: output_throughput(runs[label][most]) or 0.0 for label in (low, high)}
+    parts = [
+        f"{label} gives {rates[label]:,.0f} tokens/s and makes a first token wait {duration(waits[label])}"
+        for label in dict.fromkeys((low, high))
+    ]
+    return f"At {most:g} {load}, {'; '.join(parts)} (p{rank})"
+
+
+def pareto_finding(front: Sequence[str], num_runs: int) -> str:
+    """Say which runs no other beats.
+
+    Args:
+        front: Their labels.
+        num_runs: How many runs there are.
+    """
+    if not front:
+        return "No run defines both"
+    if len(front) == 1:
+        return f"{front[0]} beats all others in both" if num_runs > 1 else f"{front[0]} is the only run"
+    if len(front) == num_runs:
+        return f"None of the {num_runs} runs beats another in both: each is a choice"
+    return f"No policy wins both: {', '.join(front)} are the choice, {num_runs - len(front)} are beaten"
+
+
+def metric(name: str) -> str:
+    """Return a name of `metrics.summary` as a reader wants it, its unit in parentheses.
+
+    Args:
+        name: Such as "ttft_p99_s".
+    """
+    ending = next((ending for ending in _UNITS if name.endswith(ending)), "")
+    parts = name.removesuffix(ending).split("_")
+    shown = " ".join(part.upper() if part in ("ttft", "tpot", "itl", "kv", "slo") else part for part in parts)
+    return f"{shown} ({_UNITS[ending]})" if ending else shown
+
+
+_UNITS = MappingProxyType(
+    {
+        "_tokens_per_s": "tokens/s",
+        "_requests_per_s": "requests/s",
+        "_s": "s",
+        "_rows": "rows",
+        "_bytes": "bytes",
+    }
+)
+
+
 def _steps(count: int) -> str:
     return f"{count:,} step{'' if count == 1 else 's'}"
+
+
+_IN_WORDS = MappingProxyType(
+    {
+        "token_states": "in use",
+        "reserved": "reserved",
+        "internal": "never filled",
+        "external": "out of reach",
+        "cached": "cached",
+        "free": "free",
+    }
+)
+
+
+def _pool_shares(trace: Trace) -> dict[str, float]:
+    """Return the time-weighted share of the pool in each category; empty if no step was run."""
+    shares = memory_shares(trace)
+    return {name: share for name in _IN_WORDS if (share := shares[name]) is not None}
+
+
+def _visible(letter: str) -> str:
+    if not _UNSEEN.match(letter):
+        return letter
+    code = ord(letter)
+    if code < 0x20 or code == 0x7F:
+        return chr(0x2400 + (code if code < 0x20 else 0x21))
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+# C0 and C1 without tab and newline; then separators, directions, what has no width, and lone surrogates.
+_UNSEEN = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"
+    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
+)

@@ -1,0 +1,43 @@
+"""What a run cost, from the price of its machine."""
+
+import math
+
+from cbresearch.metrics.basic import output_throughput, total_throughput
+from cbresearch.trace import Trace
+
+
+def cost_per_million_tokens(trace: Trace, price_per_hour: float) -> float | None:
+    """Return what a million output tokens cost, in the currency of the price.
+
+    The machine is paid for from the first arrival to the last token, idle times included. None if nothing was
+    generated, or in no time.
+
+    Args:
+        trace: The run.
+        price_per_hour: Price of an hour of all machines that served it, in any currency.
+
+    Raises:
+        ValueError: The price is not a finite number of 0 or more.
+    """
+    return _cost(price_per_hour, output_throughput(trace))
+
+
+def cost_per_million_total_tokens(trace: Trace, price_per_hour: float) -> float | None:
+    """Return what a million tokens cost, prompts and outputs together, in the currency of the price.
+
+    A prompt counts once its answer begins. None if nothing was generated, or in no time.
+
+    Args:
+        trace: The run.
+        price_per_hour: Price of an hour of all machines that served it, in any currency.
+
+    Raises:
+        ValueError: The price is not a finite number of 0 or more.
+    """
+    return _cost(price_per_hour, total_throughput(trace))
+
+
+def _cost(price_per_hour: float, tokens_per_second: float | None) -> float | None:
+    if not 0 <= price_per_hour < math.inf:
+        raise ValueError(f"price_per_hour is {price_per_hour!r}; give a finite price of 0 or more")
+    return None if tokens_per_second is None else price_per_hour * 1e6 / (3600 * tokens_per_second)
