@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cbresearch import policies
+from cbresearch import policies, workloads
 from cbresearch.config import SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.experiments import Comparison, compare, compare_simulated
@@ -90,8 +90,9 @@ def _parser() -> argparse.ArgumentParser:
         "--workload",
         required=True,
         metavar="W",
-        help="a preset, a public trace, or a trace or workload file; "
-        "options follow a colon: chat:rate=4,n=200",
+        help=f"a preset ({', '.join(sorted(workloads.PRESETS))}), a public trace "
+        f"({', '.join(sorted(workloads.TRACES))}), or a trace or workload file; options follow a colon: "
+        "chat:rate=4,n=200",
     )
     limits.add_argument(
         "--policy",
