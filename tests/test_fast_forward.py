@@ -12,8 +12,18 @@ import numpy as np
 import pytest
 from fuzz_fast_forward import STEADY, differences, features
 
-from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, metrics, policies, simulate
-from cbresearch.costs import Linear
+from cbresearch import (
+    CacheConfig,
+    ModelShape,
+    Policy,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    metrics,
+    policies,
+    simulate,
+)
+from cbresearch.costs import CARDS, Linear, Roofline
 from cbresearch.leap import Leap
 from cbresearch.plan import Plan, Scheduled
 from cbresearch.policies.base import steadiness
@@ -24,6 +34,8 @@ from cbresearch.trace import RequestRecord, StepRecord, Steps, column
 
 NUM_WORKLOADS = int(os.environ.get("CBRESEARCH_FUZZ", "4"))
 COST = Linear(0.3, 0.01, 0.0007)
+# A small model, so that overhead, weights and cache all matter.
+ROOFLINE = Roofline(ModelShape(2, 8, 8, 64, 10**6, 2), CARDS["l4"], overhead=1e-6)
 
 # What each policy says, and why no more: a decision that turns on something else than who is there.
 CLAIMS = {
@@ -201,7 +213,7 @@ def test_on_step_sees_every_step():
 
 
 def test_a_cost_tells_beforehand_the_very_seconds_that_plans_cost():
-    for cost in (COST, Linear(0.1), Linear(0.0, 0.3), Linear(0.1, 0.2, 0.3, 0.4)):
+    for cost in (COST, Linear(0.1), Linear(0.0, 0.3), Linear(0.1, 0.2, 0.3, 0.4), ROOFLINE):
         contexts = range(7, 7 + 3 * 50, 3)
         plans = [
             Plan(
@@ -213,6 +225,16 @@ def test_a_cost_tells_beforehand_the_very_seconds_that_plans_cost():
             for starts in ((context - 5, 1, 1) for context in contexts)
         ]
         assert cost.durations(3, contexts) == [cost(plan) for plan in plans]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "static", "vllm_v1"])
+def test_steps_on_the_roofline_are_taken_at_once_and_take_as_long(policy):
+    leapt, stepped = (
+        simulate(workload(), policy, cost=ROOFLINE, fast_forward=fast_forward)
+        for fast_forward in (True, False)
+    )
+    assert leaps_of(leapt) and not leaps_of(stepped)
+    assert leapt.steps == stepped.steps and leapt.requests == stepped.requests
 
 
 def test_a_step_that_takes_no_sensible_time_stops_the_run_as_if_it_were_taken_by_itself():

@@ -84,6 +84,15 @@ class Roofline:
         """Return the seconds of a step that copies nothing and only decodes, for policies that look ahead."""
         return self._seconds(num_tokens, num_context_tokens, num_context_tokens)
 
+    def durations(self, num_tokens: int, num_context_tokens: range) -> list[float]:
+        """Return the seconds of consecutive steps that only decode, the very numbers that their plans cost.
+
+        Args:
+            num_tokens: Tokens that each of them computes.
+            num_context_tokens: Context tokens of each.
+        """
+        return [self._seconds(num_tokens, number, number) for number in num_context_tokens]
+
     def _seconds(self, num_tokens: int, num_context_tokens: int, num_pairs: int) -> float:
         shape = self.shape
         flops = self.hardware.peak_flops * self.flops_efficiency
