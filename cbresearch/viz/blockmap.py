@@ -1,17 +1,19 @@
-"""Which physical blocks each request holds in every step, told from the records of a run alone."""
+"""Who holds which physical block of both KV pools in every step, told from the records of a run alone."""
 
 from bisect import bisect_right
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
+from typing import NamedTuple, TypeVar
 
+from cbresearch.request import Request
 from cbresearch.trace import StepRecord, Trace, column
 
 NOWHERE = -1
 """Stands in a table for a block that fell out of the sliding window."""
 
 
-class Holding:
+class BlockTable:
     """A request's block table for as long as it lies in one of the two pools.
 
     A table grows at its end, and with a sliding window it loses blocks at its beginning.
@@ -43,7 +45,7 @@ class Holding:
         return len(self.blocks) - len(self.lost)
 
     def table(self, step: int) -> tuple[int, ...]:
-        """Return the table in a step, as `BlockManager.table` has it; empty where the holding is not.
+        """Return the table in a step, as `BlockManager.table` has it; empty where there is none.
 
         Args:
             step: Index of the step.
@@ -64,46 +66,127 @@ class Holding:
         self.lost += [step] * (min(num_lost, len(self.blocks)) - len(self.lost))
 
 
-def holdings(trace: Trace, max_steps: int | None = None) -> list[Holding]:
-    """Return every table of a run, in the order in which they begin.
+class CachedBlock(NamedTuple):
+    """A block for as long as it holds a cached prefix that nobody refers to.
+
+    Attributes:
+        block: Physical id, in the device's pool.
+        first: Index of the first step.
+        end: Index after the last one.
+    """
+
+    block: int
+    first: int
+    end: int
+
+
+class PoolState(NamedTuple):
+    """The device's pool while one step runs.
+
+    Attributes:
+        holders: Who refers to a block, by its physical id; whoever came first stands first.
+        cached: Blocks that hold a cached prefix which nobody refers to.
+    """
+
+    holders: Mapping[int, tuple[str, ...]]
+    cached: frozenset[int]
+
+
+class BlockMap(NamedTuple):
+    """The blocks of a run.
 
     In a step a request has the blocks that the step's counts in `StepRecord` are of: those with which it
     computes, less what has then fallen out of the sliding window. Requests that the step finishes have
-    theirs still.
+    theirs still, and so have the finished rows of a static batch.
 
-    Args:
-        trace: The run.
-        max_steps: Number of steps to read, from the first; by default all.
+    Attributes:
+        num_steps: Steps that were read.
+        tables: Every table of both pools, in the order in which they begin.
+        cached: Every block that keeps a prefix with nobody to refer to it, in the order in which that begins.
     """
-    failed = {record.id for record in trace.requests if record.finish_reason == "error"}
-    replay = _Replay(trace, failed)
-    for step, record in enumerate(islice(trace.steps, max_steps)):
-        replay.advance(step, record)
-    return replay.finish()
+
+    num_steps: int
+    tables: tuple[BlockTable, ...]
+    cached: tuple[CachedBlock, ...]
+
+    @classmethod
+    def of(cls, trace: Trace, max_steps: int | None = None) -> "BlockMap":
+        """Read a run.
+
+        Args:
+            trace: The run.
+            max_steps: Number of steps to read, from the first; by default all.
+        """
+        replay, num_steps = _Replay(trace), 0
+        for step, record in enumerate(islice(trace.steps, max_steps)):
+            replay.advance(step, record)
+            num_steps = step + 1
+        return cls(num_steps, tuple(replay.tables()), replay.cached(num_steps))
+
+    def states(self) -> Iterator[PoolState]:
+        """Yield the device's pool, a state a step."""
+        tables = _by_step((table for table in self.tables if not table.on_host), self.num_steps)
+        cached = _by_step(self.cached, self.num_steps)
+        for step, (held, kept) in enumerate(zip(tables, cached, strict=True)):
+            yield _state(step, held, kept)
+
+    def state(self, step: int) -> PoolState:
+        """Return the device's pool in a step.
+
+        Args:
+            step: Index of the step.
+        """
+        held = [table for table in self.tables if not table.on_host and table.first <= step < table.end]
+        return _state(step, held, [kept for kept in self.cached if kept.first <= step < kept.end])
+
+
+_Span = TypeVar("_Span", BlockTable, CachedBlock)
+
+
+def _by_step(spans: Iterable[_Span], num_steps: int) -> Iterator[list[_Span]]:
+    """Yield those of some spans that cover a step, in their order, step by step."""
+    coming: dict[int, list[_Span]] = defaultdict(list)
+    for span in spans:
+        coming[span.first].append(span)
+    there: list[_Span] = []
+    for step in range(num_steps):
+        there = [span for span in there if step < span.end] + coming.pop(step, [])
+        yield there
+
+
+def _state(step: int, tables: Iterable[BlockTable], cached: Iterable[CachedBlock]) -> PoolState:
+    holders: dict[int, tuple[str, ...]] = {}
+    for table in tables:
+        for block in table.table(step):
+            if block != NOWHERE:
+                holders[block] = (*holders.get(block, ()), table.request_id)
+    return PoolState(holders, frozenset(kept.block for kept in cached))
 
 
 class _Replay:
     """The tables of both pools, a step after the other.
 
     Args:
-        trace: The run, for its limits.
-        failed: Ids of the requests that ended by an error.
+        trace: The run, for its limits and how its requests ended.
     """
 
-    def __init__(self, trace: Trace, failed: set[str]) -> None:
+    def __init__(self, trace: Trace) -> None:
         self._window, self._size = trace.cache.sliding_window, trace.cache.block_size
-        self._failed = failed
-        self._device: dict[str, Holding] = {}
-        self._host: dict[str, Holding] = {}
+        self._failed = {record.id for record in trace.requests if record.finish_reason == "error"}
+        self._prefixes = _Prefixes(trace) if trace.cache.prefix_caching else None
+        self._device: dict[str, BlockTable] = {}
+        self._host: dict[str, BlockTable] = {}
         self._computed: dict[str, int] = {}
         # Finished rows that a static batch may go on computing, so that their blocks are held.
-        self._kept: dict[str, Holding] = {}
+        self._kept: dict[str, BlockTable] = {}
         # Each row kept gives up a block one step later, since its last position is computed again.
         self._keeps_rows = any(column(trace.steps, "num_padding"))
         # The host block that a device block was copied to or from, and the other way round.
         self._twins: dict[int, int] = {}
         self._twins_of_host: dict[int, int] = {}
-        self._done: list[Holding] = []
+        self._done: list[BlockTable] = []
+        # What the prefix cache has still to hear of.
+        self._left: list[BlockTable] = []
 
     def advance(self, step: int, record: StepRecord) -> None:
         plan = record.plan
@@ -120,7 +203,7 @@ class _Replay:
             request_id = admission.request.id
             if request_id in self._host:
                 self._close(self._host.pop(request_id), step)
-            self._device[request_id] = Holding(request_id, False, step, ())
+            self._device[request_id] = BlockTable(request_id, False, step, ())
         for entry in plan.scheduled:
             holding = self._device[entry.request_id]
             holding.extend(step, entry.new_block_ids)
@@ -139,6 +222,9 @@ class _Replay:
             _, holding = self._kept.popitem()
             surplus -= holding.num_references
             self._close(holding, step)
+        if self._prefixes is not None:
+            self._prefixes.advance(step, record, self._left, self._device)
+        self._left = []
         for request_id in record.finished:
             holding = self._device.pop(request_id)
             if request_id in self._failed:
@@ -150,9 +236,12 @@ class _Replay:
         for holding in (*self._device.values(), *self._kept.values(), *self._host.values()):
             holding.end = step + 1
 
-    def finish(self) -> list[Holding]:
-        open_holdings = (*self._device.values(), *self._kept.values(), *self._host.values())
-        return sorted((*self._done, *open_holdings), key=lambda holding: holding.first)
+    def tables(self) -> list[BlockTable]:
+        there = (*self._device.values(), *self._kept.values(), *self._host.values())
+        return sorted((*self._done, *there), key=lambda table: table.first)
+
+    def cached(self, num_steps: int) -> tuple[CachedBlock, ...]:
+        return () if self._prefixes is None else self._prefixes.spans(num_steps)
 
     def _forget(self, step: int, record: StepRecord, most: int) -> int:
         """Let tables lose what fell out of the window, at most so many blocks; return how many."""
@@ -184,7 +273,7 @@ class _Replay:
                 table = holding.table(step - 1)[: -(-self._computed[request_id] // self._size)]
                 # What is not copied lies in the host's pool already.
                 moved = [NOWHERE if block == NOWHERE else self._copy_of(block, transfers) for block in table]
-                self._host[request_id] = Holding(request_id, True, step, moved)
+                self._host[request_id] = BlockTable(request_id, True, step, moved)
             self._close(holding, step)
         self._move_again(step, record, transfers)
         for kind, source, target in plan.transfers:
@@ -214,7 +303,7 @@ class _Replay:
             moved = [transfers.follow(block, left_now, self._twins_of_host) for block in holding.blocks]
             if moved != holding.blocks:
                 self._close(self._host.pop(request_id), step)
-                self._host[request_id] = Holding(request_id, True, step, moved)
+                self._host[request_id] = BlockTable(request_id, True, step, moved)
             elif surplus > 0 and transfers.brings(holding.blocks):
                 # It came, lost its place and has to compute anew.
                 surplus -= 1
@@ -226,10 +315,134 @@ class _Replay:
             self._close(holding, end)
         self._kept.clear()
 
-    def _close(self, holding: Holding, end: int) -> None:
+    def _close(self, holding: BlockTable, end: int) -> None:
         holding.end = end
         if holding.end > holding.first:
             self._done.append(holding)
+        if not holding.on_host:
+            self._left.append(holding)
+
+
+class _Prefixes:
+    """Which blocks can be found by their content, and which of them nobody refers to, step by step.
+
+    Args:
+        trace: The run, for its outputs.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        self._size = trace.cache.block_size
+        self._outputs = trace.outputs
+        self._failed = {record.id for record in trace.requests if record.finish_reason == "error"}
+        self._requests: dict[str, Request] = {}
+        self._numbers: dict[tuple[int, tuple[int, ...], str | None], int] = {}
+        self._block_of: dict[int, int] = {}
+        self._content_of: dict[int, int] = {}
+        self._contents_of: dict[str, list[int]] = {}
+        self._num_entered: dict[str, int] = {}
+        self._references: Counter[int] = Counter()
+        # In the order in which they came to be so: the first one goes first.
+        self._unreferenced: dict[int, None] = {}
+        self._since: dict[int, int] = {}
+        self._spans: list[CachedBlock] = []
+
+    def advance(
+        self, step: int, record: StepRecord, left: Iterable[BlockTable], tables: Mapping[str, BlockTable]
+    ) -> None:
+        """Take in a step.
+
+        Args:
+            step: Its index.
+            record: Its record.
+            left: Tables that were given back before it.
+            tables: Those with which it computes, less what is then out of sight.
+        """
+        for table in left:
+            self._num_entered.pop(table.request_id, None)
+            for block in reversed(table.blocks[len(table.lost) :]):
+                self._release(block)
+        plan = record.plan
+        self._requests |= {entry.request.id: entry.request for entry in plan.admitted}
+        for kind, _, target in plan.transfers:
+            if kind != "swap_out":
+                self._forget(target)
+        for entry in plan.scheduled:
+            self._extend(entry.request_id, entry.new_block_ids, tables[entry.request_id], entry.start)
+        for entry in plan.scheduled:
+            table, num_full = tables[entry.request_id], entry.context_length // self._size
+            if entry.request_id in record.finished and entry.request_id in self._failed:
+                # Nobody else may read what a failed request wrote.
+                for block in table.blocks[len(table.lost) :]:
+                    self._forget(block)
+                continue
+            # The scheduler enters what is full when a block fills up, and not before.
+            if num_full > entry.start // self._size:
+                num_lost = bisect_right(table.lost, step - 1)
+                self._enter(entry.request_id, num_full, [NOWHERE] * num_lost + table.blocks[num_lost:])
+            for place in range(len(table.lost) - 1, -1, -1):
+                if table.lost[place] < step:
+                    break
+                if table.blocks[place] != NOWHERE:
+                    self._release(table.blocks[place])
+        # What a request took that had to go within the step is told nowhere; the oldest went for it.
+        for block in list(self._unreferenced)[: max(0, len(self._unreferenced) - record.num_cached_blocks)]:
+            self._forget(block)
+        for block in [block for block in self._since if block not in self._unreferenced]:
+            self._spans.append(CachedBlock(block, self._since.pop(block), step))
+        for block in self._unreferenced:
+            self._since.setdefault(block, step)
+
+    def spans(self, num_steps: int) -> tuple[CachedBlock, ...]:
+        there = [CachedBlock(block, first, num_steps) for block, first in self._since.items()]
+        return tuple(sorted((*self._spans, *there), key=lambda kept: (kept.first, kept.block)))
+
+    def _extend(self, request_id: str, blocks: tuple[int, ...], table: BlockTable, start: int) -> None:
+        """Let a request refer to more blocks, which are written anew unless they hold its beginning."""
+        num_before = len(table.blocks) - len(blocks)
+        # Only a newcomer finds anything, and nothing beyond what it need not compute.
+        num_found = 0 if num_before else start // self._size
+        contents = self._contents(request_id, num_found)
+        for place, block in enumerate(blocks, start=num_before):
+            if block == NOWHERE:
+                continue
+            found = place < num_found and (
+                self._references[block] or self._content_of.get(block) in contents[place : place + 1]
+            )
+            if not found:
+                self._forget(block)
+            self._unreferenced.pop(block, None)
+            self._references[block] += 1
+
+    def _contents(self, request_id: str, num_blocks: int) -> list[int]:
+        """Return numbers of what a request's first blocks hold, each told apart by all before it too."""
+        request, contents = self._requests[request_id], self._contents_of.setdefault(request_id, [])
+        # Of a prompt that is a mere length nothing is ever found again.
+        if len(contents) < num_blocks and isinstance(request.prompt, tuple):
+            tokens = request.prompt + self._outputs[request_id]
+            for end in range((len(contents) + 1) * self._size, num_blocks * self._size + 1, self._size):
+                before = contents[-1] if contents else -1
+                content = before, tokens[end - self._size : end], request.cache_salt
+                contents.append(self._numbers.setdefault(content, len(self._numbers)))
+        return contents
+
+    def _enter(self, request_id: str, num_full: int, blocks: list[int]) -> None:
+        contents = self._contents(request_id, num_full)[:num_full]
+        for place in range(self._num_entered.get(request_id, 0), len(contents)):
+            content, block = contents[place], blocks[place]
+            if block != NOWHERE and content not in self._block_of:
+                self._block_of[content], self._content_of[block] = block, content
+        self._num_entered[request_id] = len(contents)
+
+    def _release(self, block: int) -> None:
+        self._references[block] -= 1
+        if not self._references[block] and block in self._content_of:
+            self._unreferenced[block] = None
+
+    def _forget(self, block: int) -> None:
+        """Let a block not be found any more: something else is written to it."""
+        self._unreferenced.pop(block, None)
+        if block in self._content_of:
+            del self._block_of[self._content_of.pop(block)]
 
 
 class _Transfers:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from cbresearch.metrics import kpi_table, speed_up
 from cbresearch.trace import RequestRecord, StepRecord, Trace
 from cbresearch.viz import words
-from cbresearch.viz.blockmap import Holding, holdings
+from cbresearch.viz.blockmap import BlockMap, BlockTable, CachedBlock
 from cbresearch.viz.seating import Sitting, request_colors, sittings
 from cbresearch.viz.style import REQUEST_COLORS, ink_on, policy_look
 
@@ -28,7 +28,8 @@ class Bounds(NamedTuple):
     Attributes:
         steps: Steps of a run, from its first.
         requests: Requests that are listed by name beside those that get a seat in the steps shown.
-        table_entries: Blocks in all tables of a run together; tables of later steps are left out.
+        table_entries: Blocks in all tables of a run together, and cached ones that nobody holds; those of later
+            steps are left out.
         cells: Blocks of a pool that are drawn.
     """
 
@@ -141,8 +142,8 @@ def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str,
     steps = cut.steps
     stays = [_stay(number(sitting.request_id), sitting) for sitting in sittings(steps)]
     failed = {record.id for record in trace.requests if record.finish_reason == "error"}
-    tables = holdings(trace, bounds.steps)
-    until = _tables_until(tables, len(steps), bounds.table_entries)
+    blocks = BlockMap.of(cut)
+    until = _blocks_until(blocks, bounds.table_entries)
     num_tokens, out = 0, []
     for record in steps:
         # The step that a request failed in brought it no token.
@@ -192,8 +193,9 @@ def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str,
         "reasons": _reasons(steps),
         "tables_until": until,
         "tables": [
-            _table(number(holding.request_id), holding, until) for holding in tables if holding.first < until
+            _table(number(table.request_id), table, until) for table in blocks.tables if table.first < until
         ],
+        "prefixes": _prefixes(blocks.cached, until),
         "transfers": [
             [
                 step,
@@ -209,7 +211,7 @@ def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str,
     }
     for name, on_host, size in (("cells_drawn", False, run["blocks"]), ("host_cells", True, run["host"])):
         used = max(
-            (block + 1 for holding in tables if holding.on_host is on_host for block in holding.blocks),
+            (block + 1 for table in blocks.tables if table.on_host is on_host for block in table.blocks),
             default=0,
         )
         drawn = size if size <= _SMALL_POOL else max(used, _SMALL_POOL // 2)
@@ -236,17 +238,26 @@ def _stay(request: int, sitting: Sitting) -> list[int | list[int]]:
     ]
 
 
-def _table(request: int, holding: Holding, until: int) -> list[Any]:
+def _table(request: int, table: BlockTable, until: int) -> list[Any]:
     """Return a table: request, on the host or not, first step, end, blocks, growth, losses.
 
     Growth is pairs of an offset and the number of blocks that the table has from there on; losses likewise,
     of blocks out of sight.
     """
-    known = [step < until for step in holding.since]
-    blocks = [block for block, is_known in zip(holding.blocks, known, strict=True) if is_known]
-    growth = _growth(holding.since[: len(blocks)], holding.first)
-    losses = _growth([step for step in holding.lost if step < until], holding.first)
-    return [request, int(holding.on_host), holding.first, holding.end, blocks, growth, losses]
+    known = [step < until for step in table.since]
+    blocks = [block for block, is_known in zip(table.blocks, known, strict=True) if is_known]
+    growth = _growth(table.since[: len(blocks)], table.first)
+    losses = _growth([step for step in table.lost if step < until], table.first)
+    return [request, int(table.on_host), table.first, table.end, blocks, growth, losses]
+
+
+def _prefixes(cached: Iterable[CachedBlock], until: int) -> list[int]:
+    """Return triples of a block, the first step in which it keeps a prefix for nobody, and how many steps it does."""
+    flat: list[int] = []
+    for block, first, end in cached:
+        if first < until:
+            flat += [block, first, min(end, until) - first]
+    return flat
 
 
 def _growth(steps: Sequence[int], first: int) -> list[int]:
@@ -259,15 +270,16 @@ def _growth(steps: Sequence[int], first: int) -> list[int]:
     return pairs
 
 
-def _tables_until(tables: Iterable[Holding], num_steps: int, most: int) -> int:
-    """Return the first step whose tables are left out since too many blocks would have to be told."""
-    new = Counter(step for holding in tables for step in holding.since)
+def _blocks_until(blocks: BlockMap, most: int) -> int:
+    """Return the first step whose blocks are left out since too many would have to be told."""
+    new = Counter(step for table in blocks.tables for step in table.since)
+    new.update(kept.first for kept in blocks.cached)
     total = 0
-    for step in range(num_steps):
+    for step in range(blocks.num_steps):
         total += new[step]
         if total > most:
             return step
-    return num_steps
+    return blocks.num_steps
 
 
 def _starts(steps: Sequence[StepRecord]) -> list[float | int]:

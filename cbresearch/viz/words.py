@@ -10,7 +10,7 @@ import numpy as np
 
 from cbresearch.metrics import fragmentation, memory_shares, occupancy, output_throughput, peak_kv_tokens
 from cbresearch.trace import RequestRecord, Trace
-from cbresearch.viz.holdings import Holding
+from cbresearch.viz.blockmap import PoolState
 
 NOTHING = "–"
 
@@ -186,17 +186,17 @@ def blocks_finding(trace: Trace) -> str:
     return f"{trace.policy} holds up to {held:,} of {trace.cache.num_blocks:,} KV blocks{sharing}"
 
 
-def block_finding(trace: Trace, holding: Holding, step: int) -> str:
+def block_finding(trace: Trace, state: PoolState, step: int) -> str:
     """Say how many blocks are held, shared, cached and free in one step.
 
     Args:
         trace: The run.
-        holding: Who holds which block.
+        state: The pool in that step.
         step: Index of the step.
     """
-    held, cached = len(holding.holders), len(holding.cached)
-    shared = sum(len(names) > 1 for names in holding.holders.values())
-    names = {name for group in holding.holders.values() for name in group}
+    held, cached = len(state.holders), len(state.cached)
+    shared = sum(len(names) > 1 for names in state.holders.values())
+    names = {name for group in state.holders.values() for name in group}
     free = trace.cache.num_blocks - held - cached
     return (
         f"Step {step:,}: {len(names):,} requests hold {held:,} of {trace.cache.num_blocks:,} KV blocks, "

@@ -15,7 +15,7 @@ from matplotlib.patches import Patch, Rectangle
 from cbresearch.trace import MemoryUse, Trace
 from cbresearch.viz import axes, style, words
 from cbresearch.viz.axes import Clock, area, line, waste
-from cbresearch.viz.holdings import Holding, holdings
+from cbresearch.viz.blockmap import BlockMap, PoolState
 from cbresearch.viz.seating import request_colors
 from cbresearch.viz.words import TimeAxis
 
@@ -158,15 +158,15 @@ def block_map(
     colors = request_colors([replace(trace, steps=trace.steps[:max_steps] if step is None else trace.steps)])
     seen: set[str] = set()
     if step is not None:
-        holding = next(held for place, held in enumerate(holdings(trace)) if place == step)
-        fig = _block_grid(ax, trace, holding, colors, seen)
-        axes.title(fig.axes[0] if ax is None else ax, title or words.block_finding(trace, holding, step))
+        state = BlockMap.of(trace, step + 1).state(step)
+        fig = _block_grid(ax, trace, state, colors, seen)
+        axes.title(fig.axes[0] if ax is None else ax, title or words.block_finding(trace, state, step))
     else:
         fig, ax = axes.axes(ax, height=2.0 + min(5.0, 0.09 * trace.cache.num_blocks))
         num_columns = min(num_steps, max_steps)
         pixels = np.ones((trace.cache.num_blocks, num_columns, 3))
-        for place, holding in zip(range(num_columns), holdings(trace), strict=False):
-            for block, color in _block_colors(holding, colors, seen).items():
+        for place, state in enumerate(BlockMap.of(trace, num_columns).states()):
+            for block, color in _block_colors(state, colors, seen).items():
                 pixels[block, place] = to_rgb(color)
         if num_columns:
             extent = (0, num_columns, trace.cache.num_blocks - 0.5, -0.5)
@@ -186,25 +186,25 @@ def block_map(
     return fig
 
 
-def _block_colors(holding: Holding, colors: Mapping[str, int], seen: set[str]) -> dict[int, str]:
+def _block_colors(state: PoolState, colors: Mapping[str, int], seen: set[str]) -> dict[int, str]:
     """Return the fill of each block that is not free, and note which kinds there are."""
-    found = dict.fromkeys(holding.cached, _CACHED_COLOR)
-    for block, names in holding.holders.items():
+    found = dict.fromkeys(state.cached, _CACHED_COLOR)
+    for block, names in state.holders.items():
         found[block] = style.REQUEST_COLORS[colors[names[0]]] if len(names) == 1 else style.INK
         seen.add("one" if len(names) == 1 else "shared")
-    if holding.cached:
+    if state.cached:
         seen.add("cached")
     return found
 
 
 def _block_grid(
-    ax: Axes | None, trace: Trace, holding: Holding, colors: Mapping[str, int], seen: set[str]
+    ax: Axes | None, trace: Trace, state: PoolState, colors: Mapping[str, int], seen: set[str]
 ) -> Figure:
     num_blocks = trace.cache.num_blocks
     num_columns = min(_GRID_COLUMNS * (1 + num_blocks // 512), num_blocks)
     num_rows = -(-num_blocks // num_columns)
     fig, ax = axes.axes(ax, height=1.6 + 0.5 * min(num_rows, 16))
-    fills = _block_colors(holding, colors, seen)
+    fills = _block_colors(state, colors, seen)
     for block in range(num_blocks):
         row, place = divmod(block, num_columns)
         fill = fills.get(block, _FREE_COLOR)
@@ -212,7 +212,7 @@ def _block_grid(
             (place, row), 0.94, 0.92, facecolor=fill, edgecolor="#9A9A9A", linewidth=0.6, gid=f"block {block}"
         )
         ax.add_patch(box)
-        names = holding.holders.get(block, ())
+        names = state.holders.get(block, ())
         text = names[0] if len(names) == 1 else f"{len(names)} share" if names else ""
         if text and num_columns <= _GRID_COLUMNS and len(text) <= 8:
             text = text if text.isprintable() else ascii(text)
