@@ -1,13 +1,13 @@
 """Who holds which physical block of both KV pools in every step, told from the records of a run alone."""
 
-from bisect import bisect_right
-from collections import Counter, defaultdict
+from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from cbresearch.request import Request
 from cbresearch.trace import StepRecord, Trace, column
+from cbresearch.viz.prefixes import CachedBlock, Prefixes
 
 NOWHERE = -1
 """Stands in a table for a block that fell out of the sliding window."""
@@ -40,9 +40,9 @@ class BlockTable:
         self.lost = [first] * sum(block == NOWHERE for block in self.blocks)
 
     @property
-    def num_references(self) -> int:
-        """Return how many blocks the table refers to now."""
-        return len(self.blocks) - len(self.lost)
+    def in_sight(self) -> list[int]:
+        """Return the blocks that the table refers to now."""
+        return self.blocks[len(self.lost) :]
 
     def table(self, step: int) -> tuple[int, ...]:
         """Return the table in a step, as `BlockManager.table` has it; empty where there is none.
@@ -65,19 +65,15 @@ class BlockTable:
         """Lose the first blocks from a step on, as far as they are not lost already."""
         self.lost += [step] * (min(num_lost, len(self.blocks)) - len(self.lost))
 
+    def leaving(self, step: int) -> list[int]:
+        """Return the blocks that are lost from a step on, the last in the table first."""
+        leaving = self.blocks[bisect_left(self.lost, step) : len(self.lost)]
+        return [block for block in reversed(leaving) if block != NOWHERE]
 
-class CachedBlock(NamedTuple):
-    """A block for as long as it holds a cached prefix that nobody refers to.
-
-    Attributes:
-        block: Physical id, in the device's pool.
-        first: Index of the first step.
-        end: Index after the last one.
-    """
-
-    block: int
-    first: int
-    end: int
+    def before_leaving(self, step: int) -> list[int]:
+        """Return the blocks in table order, `NOWHERE` for those that were lost before a step."""
+        num_lost = bisect_left(self.lost, step)
+        return [NOWHERE] * num_lost + self.blocks[num_lost:]
 
 
 class PoolState(NamedTuple):
@@ -117,10 +113,11 @@ class BlockMap(NamedTuple):
             trace: The run.
             max_steps: Number of steps to read, from the first; by default all.
         """
-        replay, num_steps = _Replay(trace), 0
-        for step, record in enumerate(islice(trace.steps, max_steps)):
-            replay.advance(step, record)
-            num_steps = step + 1
+        num_steps = len(trace.steps) if max_steps is None else min(len(trace.steps), max_steps)
+        # When a policy lets blocks be found is not recorded; the counts tell where it matters.
+        replay = _Replay(trace, num_steps, at_once=False)
+        if replay.num_off:
+            replay = min(replay, _Replay(trace, num_steps, at_once=True), key=lambda replay: replay.num_off)
         return cls(num_steps, tuple(replay.tables()), replay.cached(num_steps))
 
     def states(self) -> Iterator[PoolState]:
@@ -170,10 +167,10 @@ class _Replay:
         trace: The run, for its limits and how its requests ended.
     """
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, num_steps: int, at_once: bool) -> None:
         self._window, self._size = trace.cache.sliding_window, trace.cache.block_size
         self._failed = {record.id for record in trace.requests if record.finish_reason == "error"}
-        self._prefixes = _Prefixes(trace) if trace.cache.prefix_caching else None
+        self._prefixes = Prefixes(trace, at_once) if trace.cache.prefix_caching else None
         self._device: dict[str, BlockTable] = {}
         self._host: dict[str, BlockTable] = {}
         self._computed: dict[str, int] = {}
@@ -187,8 +184,10 @@ class _Replay:
         self._done: list[BlockTable] = []
         # What the prefix cache has still to hear of.
         self._left: list[BlockTable] = []
+        for step, record in enumerate(islice(trace.steps, num_steps)):
+            self._advance(step, record)
 
-    def advance(self, step: int, record: StepRecord) -> None:
+    def _advance(self, step: int, record: StepRecord) -> None:
         plan = record.plan
         self._swap(step, record)
         # Whoever was preempted between two steps may have been aborted thereafter.
@@ -205,40 +204,47 @@ class _Replay:
                 self._close(self._host.pop(request_id), step)
             self._device[request_id] = BlockTable(request_id, False, step, ())
         for entry in plan.scheduled:
-            holding = self._device[entry.request_id]
-            holding.extend(step, entry.new_block_ids)
-            if holding.first == step:
-                holding.lost = [step] * sum(block == NOWHERE for block in holding.blocks)
+            table = self._device[entry.request_id]
+            table.extend(step, entry.new_block_ids)
+            if table.first == step:
+                table.lost = [step] * sum(block == NOWHERE for block in table.blocks)
             self._computed[entry.request_id] = entry.context_length
-            num_found = -(-entry.start // self._size) if holding.first == step else 0
+            num_found = -(-entry.start // self._size) if table.first == step else 0
             for block in entry.new_block_ids[num_found:]:
                 self._part(block)
-        tables = (*self._device.values(), *self._kept.values())
-        surplus = sum(holding.num_references for holding in tables)
+        referring = (*self._device.values(), *self._kept.values())
+        surplus = sum(len(table.in_sight) for table in referring)
         surplus -= record.num_held_blocks + record.num_shared_blocks
         surplus -= self._forget(step, record, surplus)
         while surplus > 0 and self._kept:
             # The row that was finished last gives way first.
-            _, holding = self._kept.popitem()
-            surplus -= holding.num_references
-            self._close(holding, step)
+            _, table = self._kept.popitem()
+            surplus -= len(table.in_sight)
+            self._close(table, step)
         if self._prefixes is not None:
             self._prefixes.advance(step, record, self._left, self._device)
         self._left = []
         for request_id in record.finished:
-            holding = self._device.pop(request_id)
+            table = self._device.pop(request_id)
             if request_id in self._failed:
-                self._close(holding, step + 1)
+                self._close(table, step + 1)
             else:
-                self._kept[request_id] = holding
+                self._kept[request_id] = table
         if not self._device:
             self._empty(step + 1)
-        for holding in (*self._device.values(), *self._kept.values(), *self._host.values()):
-            holding.end = step + 1
+        for table in self._open():
+            table.end = step + 1
+
+    def _open(self) -> tuple[BlockTable, ...]:
+        return (*self._device.values(), *self._kept.values(), *self._host.values())
+
+    @property
+    def num_off(self) -> int:
+        """Return in how many steps there are more or fewer cached blocks than were recorded."""
+        return 0 if self._prefixes is None else self._prefixes.num_off
 
     def tables(self) -> list[BlockTable]:
-        there = (*self._device.values(), *self._kept.values(), *self._host.values())
-        return sorted((*self._done, *there), key=lambda table: table.first)
+        return sorted((*self._done, *self._open()), key=lambda table: table.first)
 
     def cached(self, num_steps: int) -> tuple[CachedBlock, ...]:
         return () if self._prefixes is None else self._prefixes.spans(num_steps)
@@ -268,13 +274,13 @@ class _Replay:
         plan = record.plan
         transfers = _Transfers(plan.transfers)
         for request_id in reversed(plan.preempted):
-            holding = self._device.pop(request_id)
+            table = self._device.pop(request_id)
             if request_id in plan.swapped:
-                table = holding.table(step - 1)[: -(-self._computed[request_id] // self._size)]
+                filled = table.table(step - 1)[: -(-self._computed[request_id] // self._size)]
                 # What is not copied lies in the host's pool already.
-                moved = [NOWHERE if block == NOWHERE else self._copy_of(block, transfers) for block in table]
+                moved = [NOWHERE if block == NOWHERE else self._copy_of(block, transfers) for block in filled]
                 self._host[request_id] = BlockTable(request_id, True, step, moved)
-            self._close(holding, step)
+            self._close(table, step)
         self._move_again(step, record, transfers)
         for kind, source, target in plan.transfers:
             device_block, host_block = (source, target) if kind == "swap_out" else (target, source)
@@ -295,154 +301,32 @@ class _Replay:
         """Follow the requests that came from the host and had to go back within the same step."""
         admitted = {admission.request.id for admission in record.plan.admitted}
         surplus = len(self._host.keys() - admitted) - record.num_swapped
-        for request_id, holding in list(self._host.items()):
+        for request_id, table in list(self._host.items()):
             if request_id in admitted or not transfers:
                 continue
             # Who was swapped out between the steps may have come and gone once more.
-            left_now = holding.first == step
-            moved = [transfers.follow(block, left_now, self._twins_of_host) for block in holding.blocks]
-            if moved != holding.blocks:
+            left_now = table.first == step
+            moved = [transfers.follow(block, left_now, self._twins_of_host) for block in table.blocks]
+            if moved != table.blocks:
                 self._close(self._host.pop(request_id), step)
                 self._host[request_id] = BlockTable(request_id, True, step, moved)
-            elif surplus > 0 and transfers.brings(holding.blocks):
+            elif surplus > 0 and transfers.brings(table.blocks):
                 # It came, lost its place and has to compute anew.
                 surplus -= 1
                 self._close(self._host.pop(request_id), step)
 
     def _empty(self, end: int) -> None:
         """Give back the rows that were kept: nobody of their batch runs any more."""
-        for holding in self._kept.values():
-            self._close(holding, end)
+        for table in self._kept.values():
+            self._close(table, end)
         self._kept.clear()
 
-    def _close(self, holding: BlockTable, end: int) -> None:
-        holding.end = end
-        if holding.end > holding.first:
-            self._done.append(holding)
-        if not holding.on_host:
-            self._left.append(holding)
-
-
-class _Prefixes:
-    """Which blocks can be found by their content, and which of them nobody refers to, step by step.
-
-    Args:
-        trace: The run, for its outputs.
-    """
-
-    def __init__(self, trace: Trace) -> None:
-        self._size = trace.cache.block_size
-        self._outputs = trace.outputs
-        self._failed = {record.id for record in trace.requests if record.finish_reason == "error"}
-        self._requests: dict[str, Request] = {}
-        self._numbers: dict[tuple[int, tuple[int, ...], str | None], int] = {}
-        self._block_of: dict[int, int] = {}
-        self._content_of: dict[int, int] = {}
-        self._contents_of: dict[str, list[int]] = {}
-        self._num_entered: dict[str, int] = {}
-        self._references: Counter[int] = Counter()
-        # In the order in which they came to be so: the first one goes first.
-        self._unreferenced: dict[int, None] = {}
-        self._since: dict[int, int] = {}
-        self._spans: list[CachedBlock] = []
-
-    def advance(
-        self, step: int, record: StepRecord, left: Iterable[BlockTable], tables: Mapping[str, BlockTable]
-    ) -> None:
-        """Take in a step.
-
-        Args:
-            step: Its index.
-            record: Its record.
-            left: Tables that were given back before it.
-            tables: Those with which it computes, less what is then out of sight.
-        """
-        for table in left:
-            self._num_entered.pop(table.request_id, None)
-            for block in reversed(table.blocks[len(table.lost) :]):
-                self._release(block)
-        plan = record.plan
-        self._requests |= {entry.request.id: entry.request for entry in plan.admitted}
-        for kind, _, target in plan.transfers:
-            if kind != "swap_out":
-                self._forget(target)
-        for entry in plan.scheduled:
-            self._extend(entry.request_id, entry.new_block_ids, tables[entry.request_id], entry.start)
-        for entry in plan.scheduled:
-            table, num_full = tables[entry.request_id], entry.context_length // self._size
-            if entry.request_id in record.finished and entry.request_id in self._failed:
-                # Nobody else may read what a failed request wrote.
-                for block in table.blocks[len(table.lost) :]:
-                    self._forget(block)
-                continue
-            # The scheduler enters what is full when a block fills up, and not before.
-            if num_full > entry.start // self._size:
-                num_lost = bisect_right(table.lost, step - 1)
-                self._enter(entry.request_id, num_full, [NOWHERE] * num_lost + table.blocks[num_lost:])
-            for place in range(len(table.lost) - 1, -1, -1):
-                if table.lost[place] < step:
-                    break
-                if table.blocks[place] != NOWHERE:
-                    self._release(table.blocks[place])
-        # What a request took that had to go within the step is told nowhere; the oldest went for it.
-        for block in list(self._unreferenced)[: max(0, len(self._unreferenced) - record.num_cached_blocks)]:
-            self._forget(block)
-        for block in [block for block in self._since if block not in self._unreferenced]:
-            self._spans.append(CachedBlock(block, self._since.pop(block), step))
-        for block in self._unreferenced:
-            self._since.setdefault(block, step)
-
-    def spans(self, num_steps: int) -> tuple[CachedBlock, ...]:
-        there = [CachedBlock(block, first, num_steps) for block, first in self._since.items()]
-        return tuple(sorted((*self._spans, *there), key=lambda kept: (kept.first, kept.block)))
-
-    def _extend(self, request_id: str, blocks: tuple[int, ...], table: BlockTable, start: int) -> None:
-        """Let a request refer to more blocks, which are written anew unless they hold its beginning."""
-        num_before = len(table.blocks) - len(blocks)
-        # Only a newcomer finds anything, and nothing beyond what it need not compute.
-        num_found = 0 if num_before else start // self._size
-        contents = self._contents(request_id, num_found)
-        for place, block in enumerate(blocks, start=num_before):
-            if block == NOWHERE:
-                continue
-            found = place < num_found and (
-                self._references[block] or self._content_of.get(block) in contents[place : place + 1]
-            )
-            if not found:
-                self._forget(block)
-            self._unreferenced.pop(block, None)
-            self._references[block] += 1
-
-    def _contents(self, request_id: str, num_blocks: int) -> list[int]:
-        """Return numbers of what a request's first blocks hold, each told apart by all before it too."""
-        request, contents = self._requests[request_id], self._contents_of.setdefault(request_id, [])
-        # Of a prompt that is a mere length nothing is ever found again.
-        if len(contents) < num_blocks and isinstance(request.prompt, tuple):
-            tokens = request.prompt + self._outputs[request_id]
-            for end in range((len(contents) + 1) * self._size, num_blocks * self._size + 1, self._size):
-                before = contents[-1] if contents else -1
-                content = before, tokens[end - self._size : end], request.cache_salt
-                contents.append(self._numbers.setdefault(content, len(self._numbers)))
-        return contents
-
-    def _enter(self, request_id: str, num_full: int, blocks: list[int]) -> None:
-        contents = self._contents(request_id, num_full)[:num_full]
-        for place in range(self._num_entered.get(request_id, 0), len(contents)):
-            content, block = contents[place], blocks[place]
-            if block != NOWHERE and content not in self._block_of:
-                self._block_of[content], self._content_of[block] = block, content
-        self._num_entered[request_id] = len(contents)
-
-    def _release(self, block: int) -> None:
-        self._references[block] -= 1
-        if not self._references[block] and block in self._content_of:
-            self._unreferenced[block] = None
-
-    def _forget(self, block: int) -> None:
-        """Let a block not be found any more: something else is written to it."""
-        self._unreferenced.pop(block, None)
-        if block in self._content_of:
-            del self._block_of[self._content_of.pop(block)]
+    def _close(self, table: BlockTable, end: int) -> None:
+        table.end = end
+        if table.end > table.first:
+            self._done.append(table)
+        if not table.on_host:
+            self._left.append(table)
 
 
 class _Transfers:

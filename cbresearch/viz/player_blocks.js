@@ -1,5 +1,6 @@
 // The physical blocks of both pools, and whose they are.
 const MAX_TABLE = 16;
+const NO_OWNER = { free: "free", cached: "cached prefix, held by nobody" };
 
 function buildBlocks(parent, run) {
   const box = element(parent, "div", "cbr-pools");
@@ -41,13 +42,17 @@ function drawBlocks(run, view, { step, runs }) {
   view.key = key;
   const held = runs && !isCut ? tablesAt(run, step) : [];
   write(view.cut, isCut ? "Block tables are left out from step " + count(run.tables_until) + " on, to keep the page small." : "");
-  for (const pool of view.pools) drawPool(run, pool, step, held.filter((one) => one.onHost === pool.onHost), runs, isCut);
+  const kept = runs && !isCut ? run.prefixes.filter((one) => one.first <= step && step < one.end).map((one) => one.block) : [];
+  for (const pool of view.pools) {
+    drawPool(run, pool, step, held.filter((one) => one.onHost === pool.onHost), pool.onHost ? [] : kept, runs, isCut);
+  }
   if (!view.details.open) return;
   const seat = (one) => (one.onHost ? Infinity : (stayAt(run, one.request, step) || { seat: run.seats }).seat);
   drawTables(view.list, held.sort((one, other) => seat(one) - seat(other) || one.request - other.request));
 }
 
-function drawPool(run, pool, step, held, runs, isCut) {
+function drawPool(run, pool, step, held, kept, runs, isCut) {
+  const cachedOnes = new Set(kept);
   const owners = pool.cells.map(() => []);
   for (const one of held) {
     for (let place = one.lost; place < one.blocks.length; place += 1) {
@@ -67,7 +72,7 @@ function drawPool(run, pool, step, held, runs, isCut) {
   pool.cells.forEach((cell, block) => {
     const mine = owners[block], mark = marks.get(block) || "";
     const chosen = mine.find(([request]) => request === followed) || mine[0];
-    const state = !chosen ? "free" : mine.length > 1 ? "shared" : "held";
+    const state = !chosen ? (cachedOnes.has(block) ? "cached" : "free") : mine.length > 1 ? "shared" : "held";
     if (mine.length > 1) shared += 1;
     const stay = chosen && runs && !pool.onHost ? stayAt(run, chosen[0], step) : undefined;
     const isPadding = stay !== undefined && doing(run, stay, step).kind === PADDING;
@@ -79,7 +84,7 @@ function drawPool(run, pool, step, held, runs, isCut) {
     const text = !chosen ? String(block) : chosen[0] === followed ? "#" + chosen[1] : data.ids[chosen[0]];
     write(cell.who, text);
     put(cell, "title", pool.title + ", block " + block + ": " + (mine.length ? mine.map(([request, place]) =>
-      data.ids[request] + " (its block " + place + ")").join(", ") : "free") +
+      data.ids[request] + " (its block " + place + ")").join(", ") : NO_OWNER[state]) +
       (mark ? ", " + { "↓": "swapped out", "↑": "swapped in", "→": "copied" }[mark] + " in this step" : ""));
   });
   const number = runs ? (pool.onHost ? run.hosted[step] : run.held[step]) : 0;
@@ -87,7 +92,8 @@ function drawPool(run, pool, step, held, runs, isCut) {
   const text = count(number) + " of " + count(pool.size) + " blocks held" + (shared ? ", " + count(shared) + " of them shared" : "") +
     (cached ? ", " + count(cached) + " free ones keep a cached prefix" : "");
   write(pool.note, text);
-  put(pool.map, "aria-label", pool.title + ": " + text + (isCut ? "" : ". " + held.slice(0, 32).map((one) => tableText(one)).join("; ")));
+  put(pool.map, "aria-label", pool.title + ": " + text + (isCut ? "" : ". " + [...held.slice(0, 32).map((one) => tableText(one)),
+    ...(kept.length ? ["cached, held by nobody: " + some(kept.sort((one, other) => one - other).map(String), MAX_TABLE)] : [])].join("; ")));
 }
 
 function tableText(one) {

@@ -28,8 +28,8 @@ class Bounds(NamedTuple):
     Attributes:
         steps: Steps of a run, from its first.
         requests: Requests that are listed by name beside those that get a seat in the steps shown.
-        table_entries: Blocks in all tables of a run together, and cached ones that nobody holds; those of later
-            steps are left out.
+        table_entries: Blocks in all tables of a run together, and those that are cached for nobody; those of
+            later steps are left out.
         cells: Blocks of a pool that are drawn.
     """
 
@@ -50,7 +50,8 @@ def player_data(
     (see `packed`). A stay is its request, its seat, its first step, its outcome (index into `OUTCOMES`), its
     output tokens before and its computed tokens before, then pairs of what the seat did (index into `KINDS`)
     and for how many steps, and triples of its prefills: offset, tokens, whether a new token came of it. Of a
-    run, `absent` are requests that it did not serve, and `outputs` the lengths that differ from `requests`.
+    run, `absent` are requests that it did not serve, and `outputs` the lengths that differ from `requests`;
+    `prefixes` are blocks that hold a cached prefix which nobody refers to.
 
     Args:
         traces: The runs by label.
@@ -142,7 +143,7 @@ def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str,
     steps = cut.steps
     stays = [_stay(number(sitting.request_id), sitting) for sitting in sittings(steps)]
     failed = {record.id for record in trace.requests if record.finish_reason == "error"}
-    blocks = BlockMap.of(cut)
+    blocks = BlockMap.of(trace, bounds.steps)
     until = _blocks_until(blocks, bounds.table_entries)
     num_tokens, out = 0, []
     for record in steps:
@@ -252,7 +253,7 @@ def _table(request: int, table: BlockTable, until: int) -> list[Any]:
 
 
 def _prefixes(cached: Iterable[CachedBlock], until: int) -> list[int]:
-    """Return triples of a block, the first step in which it keeps a prefix for nobody, and how many steps it does."""
+    """Return triples of a block, the first step in which it keeps a prefix for nobody, and their number."""
     flat: list[int] = []
     for block, first, end in cached:
         if first < until:

@@ -119,6 +119,7 @@ function key(parent) {
   const shares = data.runs.some((run) => run.caching || run.transfers.some(([, kind]) => kind === 0));
   if (shares) entry("cbr-cell", "state", "shared", "block shared by several", "×2");
   if (shares) entry("cbr-cell", "state", "held", "copied in this step (copy on write)", "→");
+  if (data.runs.some((run) => run.prefixes.length)) entry("cbr-cell", "state", "cached", "cached prefix, held by nobody");
   if (data.runs.some((run) => run.host)) {
     entry("cbr-cell", "state", "held", "swapped out in this step", "↓");
     entry("cbr-cell", "state", "held", "swapped in", "↑");

@@ -63,6 +63,12 @@ function prepare(run, place) {
   run.moved = new Map(run.transfers.map(([step, ...flat]) => [step, flat]));
   run.tables = run.tables.map(([request, onHost, first, end, blocks, growth, losses]) =>
     ({ request, onHost, first, end, blocks, growth, losses }));
+  const prefixes = run.prefixes;
+  run.prefixes = [];
+  for (let at = 0; at < prefixes.length; at += 3) {
+    const [block, first, number] = prefixes.slice(at, at + 3);
+    run.prefixes.push({ block, first, end: first + number });
+  }
   columns(run, steps);
 }
 
