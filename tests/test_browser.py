@@ -19,7 +19,7 @@ from cbresearch import metrics, viz
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.request import Request
 from cbresearch.simulator import simulate
-from cbresearch.viz.blockmap import holdings
+from cbresearch.viz.blockmap import BlockMap
 from cbresearch.viz.player_data import player_data
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed; make browser installs it")
@@ -256,7 +256,7 @@ def test_numbers_of_a_step_are_those_of_the_trace(request, workload):
     data = player_data(traces)
     for place, trace in enumerate(traces.values()):
         seated = seats_by_step(data["runs"][place], data["ids"])
-        tables = holdings(trace)
+        blocks = BlockMap.of(trace)
         ends = [when for record in trace.requests for when in record.token_times]
         num_steps = len(trace.steps)
         for step in sorted({0, 1, 13, 19, 20, 35, 48, num_steps // 2, num_steps - 1}):
@@ -277,7 +277,8 @@ def test_numbers_of_a_step_are_those_of_the_trace(request, workload):
             assert demo.value(place, "out") == f"{out} of {len(ends)}"
             maps = demo.card(place).locator(".cbr-map")
             for pool in range(maps.count()):
-                held = [table for table in tables if table.on_host is bool(pool) and table.table(step)]
+                held = [table for table in blocks.tables if table.on_host is bool(pool) and table.table(step)]
+                cached = frozenset() if pool else blocks.state(step).cached
                 owners = {}
                 for table in held:
                     for block in table.table(step):
@@ -285,11 +286,18 @@ def test_numbers_of_a_step_are_those_of_the_trace(request, workload):
                 cells = maps.nth(pool).locator(".cbr-cell")
                 states = cells.evaluate_all("cells => cells.map(cell => [cell.dataset.state, cell.title])")
                 for block, (state, title) in enumerate(states):
-                    assert (state == "free") == (block not in owners)
+                    assert (state == "cached") == (block in cached)
+                    assert ("held by nobody" in title) == (block in cached)
+                    assert (state == "free") == (block not in owners and block not in cached)
                     assert (state == "shared") == (len(owners.get(block, ())) > 1)
                     assert all(f"{owner} (its block " in title for owner in owners.get(block, ()))
                 shown = f"{len(owners)} of {trace.cache.num_host_blocks if pool else trace.cache.num_blocks}"
-                assert f"{shown} blocks held" in maps.nth(pool).get_attribute("aria-label")
+                label = maps.nth(pool).get_attribute("aria-label")
+                assert f"{shown} blocks held" in label
+                found = re.search(r"cached, held by nobody: (.*)$", label)
+                named = re.findall(r"\d+", re.sub(r" and \d+ more", "", found[1])) if found else []
+                assert set(map(int, named)) <= cached
+                assert len(named) == min(16, len(cached))
     assert demo.errors == []
 
 

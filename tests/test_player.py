@@ -21,7 +21,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.request import Refusal, Request, parallel_samples
 from cbresearch.simulator import simulate
-from cbresearch.viz.blockmap import holdings
+from cbresearch.viz.blockmap import BlockMap
 from cbresearch.viz.player_data import KINDS, TRANSFERS, Bounds, packed, player_data, visible
 from cbresearch.viz.player_strip import strip_png
 from cbresearch.viz.seating import request_colors
@@ -120,7 +120,7 @@ def test_each_step_is_carried_as_it_was_planned(workload, policy):
 
 
 @pytest.mark.parametrize("policy", ["static", "fcfs", "sjf"])
-def test_tables_and_transfers_are_carried_whole(policy):
+def test_tables_cached_blocks_and_transfers_are_carried_whole(policy):
     trace = swapping(policy)
     data = player_data({"a": trace})
     (run,) = data["runs"]
@@ -130,10 +130,18 @@ def test_tables_and_transfers_are_carried_whole(policy):
             number, lost = grown(growth, step - first), grown(losses, step - first)
             carried[step][data["ids"][request], on_host, tuple(blocks[lost:number])] += 1
     expected = [Counter() for _ in trace.steps]
-    for held in holdings(trace):
-        for step in range(held.first, held.end):
-            expected[step][held.request_id, held.on_host, held.table(step)] += 1
+    blocks = BlockMap.of(trace)
+    for table in blocks.tables:
+        for step in range(table.first, table.end):
+            expected[step][table.request_id, table.on_host, table.table(step)] += 1
     assert carried == expected
+    cached = [set() for _ in trace.steps]
+    for block, first, number in triples(run["prefixes"]):
+        for step in range(first, first + number):
+            assert block not in cached[step]
+            cached[step].add(block)
+    assert cached == [state.cached for state in blocks.states()]
+    assert [len(found) for found in cached] == unpacked(run["cached"]) and any(cached)
     transfers = {
         step: [(TRANSFERS[kind], source, target) for kind, source, target in triples(flat)]
         for step, *flat in run["transfers"]

@@ -11,18 +11,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 from matplotlib.colors import to_hex
+from test_blockmap import prefixed
 
 from cbresearch import formulas, metrics, policies, viz
 from cbresearch.config import CacheConfig, Hardware, ModelShape, SchedulerConfig
 from cbresearch.costs import CARDS, Linear, Roofline
-from cbresearch.request import Request, parallel_samples
-from cbresearch.scheduler import Scheduler
-from cbresearch.serve import serve
-from cbresearch.simulator import CostExecutor, simulate
+from cbresearch.request import Request
+from cbresearch.simulator import simulate
 from cbresearch.viz import axes, figures, words
+from cbresearch.viz.blockmap import BlockMap
 from cbresearch.viz.figures.choice import non_dominated
 from cbresearch.viz.figures.machine import roofline_point
-from cbresearch.viz.holdings import holdings
 from cbresearch.viz.seating import request_colors
 from cbresearch.viz.style import INK, REQUEST_COLORS
 
@@ -49,49 +48,6 @@ def heights(collection):
     half = len(x) // 2
     first, second = y[1:half][:-1:2], y[half + 1 :][::-1][:-1:2]
     return np.abs(first - second)
-
-
-def prefixed(num_requests=14):
-    """Return requests of which some begin alike, and parallel samples of one more."""
-    generator = np.random.default_rng(1)
-    begins = (tuple(range(24)), tuple(range(100, 120)), ())
-    requests = [
-        Request(
-            f"r{n}",
-            (*begins[n % 3], *generator.integers(0, 50, generator.integers(1, 20)).tolist()),
-            int(generator.integers(2, 20)),
-            arrival=n / 100,
-        )
-        for n in range(num_requests)
-    ]
-    return [*requests, *parallel_samples(Request("p", tuple(range(30, 43)), 9, arrival=0.05), 3)]
-
-
-class Witness:
-    """An executor that notes who holds which block while each step runs."""
-
-    def __init__(self, mechanism):
-        self.inner, self.blocks, self.seen = CostExecutor(COST), mechanism.blocks, []
-
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
-
-    def execute(self, plan, *rest, **options):
-        held = {}
-        for name in self.names:
-            for block in self.blocks.table(name):
-                if block >= 0:
-                    held.setdefault(block, set()).add(name)
-        self.seen.append(held)
-        return self.inner.execute(plan, *rest, **options)
-
-
-def watched(policy, requests, scheduler, cache):
-    mechanism = Scheduler(policies.get(policy), scheduler, cache)
-    witness = Witness(mechanism)
-    witness.names = [request.id for request in requests]
-    # Someone who looks at every step keeps the simulator from taking many at once.
-    return serve(requests, mechanism, witness, on_step=lambda record: None), witness.seen
 
 
 # Memory by category
@@ -137,44 +93,6 @@ def test_a_pool_far_larger_than_needed_is_cut_and_says_so():
 # Who holds which block
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
-@pytest.mark.parametrize("policy", ["static", "static:release", "fcfs", "prefill_first", "srpt"])
-def test_holdings_are_the_block_managers_tables(policy, preemption, prefix_caching):
-    is_whole = policy.startswith(("static", "prefill"))
-    host = 24 if preemption == "swap" else 0
-    trace, seen = watched(
-        policy,
-        prefixed(),
-        SchedulerConfig(5, 256 if is_whole else 32, preemption=preemption),
-        CacheConfig(24, 4, prefix_caching=prefix_caching, num_host_blocks=host),
-    )
-    assert any(record.plan.preempted for record in trace.steps)
-    found = list(holdings(trace))
-    assert [{block: set(names) for block, names in held.holders.items()} for held in found] == seen
-    for held, record in zip(found, trace.steps, strict=True):
-        assert len(held.cached) == record.num_cached_blocks
-        assert sum(len(names) - 1 for names in held.holders.values()) == record.num_shared_blocks
-        assert not held.cached & held.holders.keys()
-
-
-@pytest.mark.parametrize("policy", ["static", "fcfs"])
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_holdings_follow_a_sliding_window_and_a_run_of_many_steps_at_once(policy, prefix_caching):
-    cache = CacheConfig(24, 4, prefix_caching=prefix_caching, sliding_window=9)
-    trace = simulate(prefixed(), policy, cost=COST, scheduler=SchedulerConfig(5, 256), cache=cache)
-    for held, record in zip(holdings(trace), trace.steps, strict=True):
-        assert len(held.holders) == record.num_held_blocks
-        assert len(held.cached) == record.num_cached_blocks
-
-
-def test_holdings_follow_contiguous_reservations():
-    limits = SchedulerConfig(4, 64, max_model_len=48)
-    requests = [Request(str(n), 5 + n, 8) for n in range(9)]
-    trace, seen = watched("fcfs", requests, limits, CacheConfig(32, 4, reservation="pow2"))
-    assert [{b: set(n) for b, n in held.holders.items()} for held in holdings(trace)] == seen
-
-
 @pytest.fixture(scope="module")
 def shared():
     return simulate(
@@ -187,7 +105,7 @@ def test_block_map_paints_holders_shared_and_cached_blocks(shared):
     pixels = by_gid(ax, "blocks").get_array()
     colors = request_colors([shared])
     assert pixels.shape == (48, len(shared.steps), 3)
-    for step, held in enumerate(holdings(shared)):
+    for step, held in enumerate(BlockMap.of(shared).states()):
         for block in range(48):
             names = held.holders.get(block, ())
             painted = to_hex(pixels[block, step]).upper()
@@ -203,7 +121,7 @@ def test_block_map_paints_holders_shared_and_cached_blocks(shared):
 
 def test_block_map_of_one_step_names_the_holders(shared):
     step = max(range(len(shared.steps)), key=lambda place: shared.steps[place].num_shared_blocks)
-    held = list(holdings(shared))[step]
+    held = BlockMap.of(shared).state(step)
     (ax,) = viz.block_map(shared, step=step).axes
     written = sorted(text.get_text() for text in ax.texts)
     names = held.holders.values()
