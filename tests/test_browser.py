@@ -301,6 +301,23 @@ def test_numbers_of_a_step_are_those_of_the_trace(request, workload):
     assert demo.errors == []
 
 
+def test_a_cached_block_that_nobody_holds_looks_like_no_other_and_is_in_the_legend(show_simple, show_swapped):
+    demo = show_swapped()
+    demo.go(35, run=1)
+    legend = demo.part("execute").locator(".cbr-key li", has_text="cached prefix, held by nobody")
+    assert legend.count() == 1
+    look = "cells => cells.map(cell => getComputedStyle(cell).backgroundImage)"
+    (sample,) = legend.locator(".cbr-cell").evaluate_all(look)
+    cells = demo.page.locator(".cbr-map .cbr-cell")
+    looks = dict(cells.evaluate_all(f"cells => cells.map(cell => [cell.dataset.state, ({look})([cell])[0]])"))
+    assert looks["cached"] == sample
+    assert len({"cached", "held", "free"} & looks.keys()) == 3
+    assert all(look != sample for state, look in looks.items() if state != "cached")
+    plain = show_simple()
+    plain.open("execute")
+    assert "cached" not in plain.part("execute").locator(".cbr-key").inner_text()
+
+
 def test_the_story_says_what_happens_and_why(show_swapped, swapped_traces):
     demo = show_swapped()
     trace = swapped_traces["fcfs"]

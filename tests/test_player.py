@@ -209,6 +209,15 @@ def test_a_long_run_is_bounded_and_says_what_is_left_out():
     assert not any(sentence.startswith("fcfs: the first") for sentence in text)
 
 
+def test_tables_and_cached_blocks_are_bounded_together():
+    trace = swapping("fcfs")
+    (run,) = player_data({"a": trace}, bounds=Bounds(table_entries=100))["runs"]
+    spans = list(triples(run["prefixes"]))
+    assert spans
+    assert sum(len(blocks) for *_, blocks, _, _ in run["tables"]) + len(spans) <= 100
+    assert all(first + number <= run["tables_until"] < len(trace.steps) for _, first, number in spans)
+
+
 def test_a_page_of_a_long_run_stays_small():
     requests = [Request(f"r{n}", 500, 300, arrival=3.0 * n) for n in range(600)]
     trace = simulate(requests, "fcfs", scheduler=SchedulerConfig(64, 512))
