@@ -136,10 +136,11 @@ def test_tables_cached_blocks_and_transfers_are_carried_whole(policy):
             expected[step][table.request_id, table.on_host, table.table(step)] += 1
     assert carried == expected
     cached = [set() for _ in trace.steps]
-    for block, first, number in triples(run["prefixes"]):
-        for step in range(first, first + number):
-            assert block not in cached[step]
-            cached[step].add(block)
+    for first, *flat in run["prefixes"]:
+        for block, number in pairs(flat):
+            for step in range(first, first + number):
+                assert block not in cached[step]
+                cached[step].add(block)
     assert cached == [state.cached for state in blocks.states()]
     assert [len(found) for found in cached] == unpacked(run["cached"]) and any(cached)
     transfers = {
@@ -212,10 +213,10 @@ def test_a_long_run_is_bounded_and_says_what_is_left_out():
 def test_tables_and_cached_blocks_are_bounded_together():
     trace = swapping("fcfs")
     (run,) = player_data({"a": trace}, bounds=Bounds(table_entries=100))["runs"]
-    spans = list(triples(run["prefixes"]))
+    spans = [(first, number) for first, *flat in run["prefixes"] for _, number in pairs(flat)]
     assert spans
     assert sum(len(blocks) for *_, blocks, _, _ in run["tables"]) + len(spans) <= 100
-    assert all(first + number <= run["tables_until"] < len(trace.steps) for _, first, number in spans)
+    assert all(first + number <= run["tables_until"] < len(trace.steps) for first, number in spans)
 
 
 def test_a_page_of_a_long_run_stays_small():

@@ -252,13 +252,13 @@ def _table(request: int, table: BlockTable, until: int) -> list[Any]:
     return [request, int(table.on_host), table.first, table.end, blocks, growth, losses]
 
 
-def _prefixes(cached: Iterable[CachedBlock], until: int) -> list[int]:
-    """Return triples of a block, the first step in which it keeps a prefix for nobody, and their number."""
-    flat: list[int] = []
+def _prefixes(cached: Iterable[CachedBlock], until: int) -> list[list[int]]:
+    """Return lists of a step, then pairs of a block that is cached for nobody from there on and for how long."""
+    begun: dict[int, list[int]] = {}
     for block, first, end in cached:
         if first < until:
-            flat += [block, first, min(end, until) - first]
-    return flat
+            begun.setdefault(first, [first]).extend((block, min(end, until) - first))
+    return list(begun.values())
 
 
 def _growth(steps: Sequence[int], first: int) -> list[int]:

@@ -65,9 +65,8 @@ function prepare(run, place) {
     ({ request, onHost, first, end, blocks, growth, losses }));
   const prefixes = run.prefixes;
   run.prefixes = [];
-  for (let at = 0; at < prefixes.length; at += 3) {
-    const [block, first, number] = prefixes.slice(at, at + 3);
-    run.prefixes.push({ block, first, end: first + number });
+  for (const [first, ...flat] of prefixes) {
+    for (let at = 0; at < flat.length; at += 2) run.prefixes.push({ block: flat[at], first, end: first + flat[at + 1] });
   }
   columns(run, steps);
 }
