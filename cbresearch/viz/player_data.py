@@ -253,7 +253,7 @@ def _table(request: int, table: BlockTable, until: int) -> list[Any]:
 
 
 def _prefixes(cached: Iterable[CachedBlock], until: int) -> list[list[int]]:
-    """Return lists of a step, then pairs of a block that is cached for nobody from there on and for how long."""
+    """Return lists of a step, then pairs of a block that is cached for nobody from there on, and how long."""
     begun: dict[int, list[int]] = {}
     for block, first, end in cached:
         if first < until:

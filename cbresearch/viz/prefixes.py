@@ -29,6 +29,9 @@ class CachedBlock(NamedTuple):
 class Prefixes:
     """Which blocks can be found by their content, and which of them nobody refers to, step by step.
 
+    What a policy admits and displaces again within one step is recorded nowhere, nor what that evicts; then
+    other blocks may be told for some steps than were cached.
+
     Args:
         trace: The run, for its outputs.
         at_once: Whether a block can be found from the moment on in which its computation is planned.
