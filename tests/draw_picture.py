@@ -1,6 +1,6 @@
 """Draw the picture of the README from the runs of notebook 00.
 
-    python tests/draw_picture.py .github/seats.png
+python tests/draw_picture.py .github/seats.png
 """
 
 import sys
