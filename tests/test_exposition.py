@@ -73,6 +73,23 @@ def test_prefill_and_decode_make_up_inference(samples):
     assert parts[0] + parts[1] == pytest.approx(parts[2])
 
 
+def test_every_sample_belongs_to_a_family_of_a_known_type(trace):
+    families = list(text_string_to_metric_families(metrics.exposition(trace)))
+    assert {family.type for family in families} == {"counter", "histogram"}
+    assert all(family.samples for family in families)
+
+
+def test_a_counter_keeps_all_its_digits():
+    trace = simulate([Request(f"r{n}", 123_457, 3) for n in range(9)], scheduler=SchedulerConfig(4, 200_000))
+    (value,) = (
+        sample.value
+        for family in text_string_to_metric_families(metrics.exposition(trace))
+        for sample in family.samples
+        if sample.name == "vllm:prompt_tokens_total"
+    )
+    assert value == 9 * 123_457
+
+
 def test_a_run_without_requests_exposes_zeros():
     text = metrics.exposition(simulate([]))
     families = {family.name: family for family in text_string_to_metric_families(text)}

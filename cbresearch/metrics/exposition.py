@@ -36,9 +36,9 @@ def exposition(trace: Trace) -> str:
     lines: list[str] = []
     policy = trace.policy.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
-    def counter(name: str, values: dict[str, float]) -> None:
-        lines.append(f"# TYPE vllm:{name} counter")
-        lines.extend(f'vllm:{name}_total{{policy="{policy}"{more}}} {values[more]:g}' for more in values)
+    def counter(name: str, values: dict[str, int]) -> None:
+        lines.append(f"# TYPE vllm:{name}_total counter")
+        lines.extend(f'vllm:{name}_total{{policy="{policy}"{more}}} {values[more]}' for more in values)
 
     def histogram(name: str, values: Iterable[float | None], bounds: Sequence[float]) -> None:
         lines.append(f"# TYPE vllm:{name} histogram")
