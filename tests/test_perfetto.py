@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -84,6 +85,40 @@ def test_phases_of_all_stays_add_up_to_the_tokens_computed(trace):
     assert number["prefill"] == sum(step.plan.num_prefill_tokens for step in trace.steps)
     assert number["decode"] == sum(step.plan.num_decode_tokens for step in trace.steps)
     assert number["padding"] == sum(len(step.plan.padding) for step in trace.steps)
+
+
+def test_a_seat_that_is_held_without_service_shows_no_phase():
+    requests = [Request("early", 4, 12), Request("late", 4, 4, arrival=2.5)]
+    trace = simulate(requests, "prefill_first", cost=Linear(1.0), scheduler=SchedulerConfig(2, 64))
+    idle = [
+        step for step in trace.steps if "early" not in {entry.request_id for entry in step.plan.scheduled}
+    ]
+    assert idle[0].start < next(record.finish for record in trace.requests if record.id == "early")
+    seat = next(stay.seat for stay in trace.stays() if stay.request_id == "early")
+    phases = [event for event in events(trace, "X") if event["cat"] == "phase" and event["tid"] == seat]
+    for event in phases:
+        first, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        assert not any(first <= step.start < end for step in idle)
+        covered = [step for step in trace.steps if first <= step.start < end]
+        assert event["args"]["num_steps"] == len(covered)
+
+
+def test_counters_fall_to_nothing_where_nobody_runs_and_only_there():
+    cost = Linear(1.0)
+    trace = simulate([Request("a", 4, 2), Request("b", 4, 2, arrival=100.0)], cost=cost)
+    busy = [(step.start, step.end) for step in trace.steps]
+
+    def values(trace: Trace, name: str) -> dict[float, float]:
+        # The last one at a moment counts.
+        return {e["ts"] / 1e6: e["args"]["value"] for e in events(trace, "C") if e["name"] == name}
+
+    for name in ("num_requests_running", "held KV blocks", "kv_cache_usage_perc", "held KV tokens"):
+        for moment, value in values(trace, name).items():
+            assert (value > 0) == any(first <= moment < end for first, end in busy)
+    # An engine's host takes a moment between two steps, while its requests keep their seats.
+    steps = tuple(replace(step, duration=0.9 * step.duration) for step in trace.steps)
+    hosted = values(replace(trace, steps=steps), "num_requests_running")
+    assert [moment for moment, value in hosted.items() if not value] == [steps[1].end, steps[-1].end]
 
 
 def test_every_refusal_and_preemption_is_marked(trace):

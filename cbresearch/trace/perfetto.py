@@ -19,6 +19,11 @@ Event = dict[str, Any]
 _SEATS, _STEPS = 0, 1
 """Processes of the trace: a thread a seat, and a thread for the steps beside the counters."""
 
+_USED = ("num_requests_running", "kv_cache_usage_perc", "held KV blocks", "held KV tokens")
+"""Counters of what only requests with a seat use."""
+
+_CACHED = "cached KV blocks"
+
 
 def chrome_trace(trace: "Trace") -> dict[str, Any]:
     """Return the run in the Chrome trace event format; times are in microseconds, of whole nanoseconds."""
@@ -81,8 +86,10 @@ def _stays(trace: "Trace") -> Iterator[Event]:
         # Stays of one request come in order.
         number = bisect_right(done, stay.last_step, key=lambda phase: phase[0])
         inside, phases[stay.request_id] = done[:number], done[number:]
-        for kind, group in groupby(inside, key=lambda phase: phase[1]):
-            parts = list(group)
+        # Steps in which the seat was held without service part what is before from what is after.
+        runs = groupby(enumerate(inside), key=lambda item: (item[1][1], item[1][0] - item[0]))
+        for (kind, _), group in runs:
+            parts = [phase for _, phase in group]
             begun, ended = trace.steps[parts[0][0]], trace.steps[parts[-1][0]]
             yield _slice(
                 _SEATS,
@@ -110,8 +117,14 @@ def _phases(trace: "Trace") -> dict[str, list[tuple[int, str, int]]]:
 
 def _steps(trace: "Trace") -> Iterator[Event]:
     """Yield a slice a step and the counters, named as vLLM names them where they mean the same."""
+    before: StepRecord | None = None
     for record in trace.steps:
         plan = record.plan
+        if before is not None and before.end < record.start and not before.num_staying:
+            # Nobody runs in between; who waits for the policy to gather a batch goes on waiting.
+            for name in _USED:
+                yield _counter(before.end, name, 0)
+        before = record
         yield _slice(
             _STEPS,
             0,
@@ -128,15 +141,19 @@ def _steps(trace: "Trace") -> Iterator[Event]:
             },
         )
         for name, value in _counters(trace, record):
-            yield _at(record.start, {"ph": "C", "pid": _STEPS, "name": name, "args": {"value": value}})
+            yield _counter(record.start, name, value)
         for request_id in plan.preempted:
             name = f"{'swap out' if request_id in plan.swapped else 'preempt'} {request_id}"
             yield _at(record.start, {"ph": "i", "s": "p", "pid": _STEPS, "tid": 0, "name": name})
-    if trace.steps:
-        # What the last step held is given back with its end.
-        last = trace.steps[-1]
-        for name, _ in _counters(trace, last):
-            yield _at(last.end, {"ph": "C", "pid": _STEPS, "name": name, "args": {"value": 0}})
+    if before is not None:
+        # What the last step held is given back with its end; what is cached stays.
+        for name, _ in _counters(trace, before):
+            if name != _CACHED:
+                yield _counter(before.end, name, 0)
+
+
+def _counter(seconds: float, name: str, value: float) -> Event:
+    return _at(seconds, {"ph": "C", "pid": _STEPS, "name": name, "args": {"value": value}})
 
 
 def _counters(trace: "Trace", record: StepRecord) -> list[tuple[str, float]]:
@@ -148,7 +165,7 @@ def _counters(trace: "Trace", record: StepRecord) -> list[tuple[str, float]]:
         ("held KV tokens", record.num_held_tokens),
     ]
     if trace.cache.prefix_caching:
-        values.append(("cached KV blocks", record.num_cached_blocks))
+        values.append((_CACHED, record.num_cached_blocks))
     if trace.cache.num_host_blocks:
         values += [
             ("num_requests_swapped", record.num_swapped),

@@ -53,6 +53,11 @@ class StepRecord:
         """Return the seconds since the start of the run at which the step ended."""
         return self.start + self.duration
 
+    @property
+    def num_staying(self) -> int:
+        """Return how many unfinished requests keep their seats behind the step."""
+        return self.num_running - len(self.finished)
+
     def num_skipped(self) -> Counter[str]:
         """Return how many requests the step did not serve, by reason, those who lost their seat aside."""
         plan = self.plan
