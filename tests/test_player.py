@@ -9,6 +9,7 @@ import struct
 import subprocess
 import zlib
 from collections import Counter
+from dataclasses import replace
 
 import matplotlib.image
 import numpy as np
@@ -179,6 +180,14 @@ def test_key_figures_and_predictions_are_those_of_the_report():
     backwards = player_data(dict(reversed(traces.items())))
     assert backwards["speedups"] == data["speedups"]
     assert data["speedups"] == [["fcfs", "static", f"{metrics.speed_up(*traces.values()):.4g}"]]
+
+
+def test_a_moment_of_the_host_between_steps_is_no_idle_time():
+    requests = [Request("a", 4, 3), Request("b", 4, 3), Request("c", 4, 2, arrival=100.0)]
+    trace = simulate(requests, "fcfs", cost=Linear(step=1.0))
+    steps = tuple(replace(record, duration=0.9) for record in trace.steps)
+    (run,) = player_data({"a": replace(trace, steps=steps)})["runs"]
+    assert list(pairs(run["start"])) == [(0, 0), (3, 100)]
 
 
 def test_a_run_of_leaps_is_carried_like_one_of_steps():

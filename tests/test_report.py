@@ -1,6 +1,7 @@
 """The report's first section answers a dispatcher with the metrics' numbers, and shows every text as text."""
 
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -10,12 +11,15 @@ matplotlib.use("Agg")
 
 import pytest
 
-from cbresearch import metrics, viz
-from cbresearch.config import SchedulerConfig
+from cbresearch import metrics, policies, viz
+from cbresearch.blocks import BlockManager
+from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.metrics import Slo
 from cbresearch.request import Refusal, Request
-from cbresearch.simulator import simulate
+from cbresearch.scheduler import Scheduler
+from cbresearch.serve import serve
+from cbresearch.simulator import CostExecutor, simulate
 from cbresearch.viz.dispatcher import longest_wait, questions
 from cbresearch.viz.words import visible
 
@@ -126,6 +130,33 @@ def test_who_never_got_a_token_waited_until_the_end():
     assert (record.id, seconds) == ("silent", trace.duration)
 
 
+def failing(error):
+    """Serve requests of which one fails in its first step, long before the others are done."""
+    requests = [Request(f"q{n}", 10, 40) for n in range(3)]
+    executor = CostExecutor(Linear(step=0.1), outputs={"q1": ()}, errors={"q1": error})
+    limits = SchedulerConfig(4, 64)
+    return serve(
+        requests, Scheduler(policies.get("fcfs"), limits, BlockManager(CacheConfig(64, 4))), executor
+    )
+
+
+def test_who_failed_waited_until_then_and_is_not_called_refused(tmp_path):
+    trace = failing("took 1-2 s too long")
+    record, seconds = longest_wait(replace(trace, requests=trace.requests[1:2]))
+    assert record.finish_reason == "error" and seconds == trace.steps[0].end < trace.duration
+    path = viz.write_report(tmp_path / "r.html", title="t", traces={"a": trace})
+    page = path.read_text(encoding="utf-8")
+    assert "1 failed while they were served" in page and "Refused requests" not in page
+
+
+def test_a_run_that_defines_no_wait_is_neither_a_choice_nor_beaten(traces, tmp_path):
+    runs = {**traces, "none": simulate([Refusal("x", "too long")], "fcfs")}
+    page = viz.write_report(tmp_path / "r.html", title="t", traces=runs).read_text(encoding="utf-8")
+    after = page.split("<h2>Which policy is a choice</h2>")[1].split("</section>")[0]
+    assert [row[1:] for row in Tables(after).rows if row[0] == "none"] == [["–", "–", "–"]]
+    assert "None of the 2 runs beats another" in after or "is best in both" in after
+
+
 def test_what_is_not_given_is_named_instead_of_guessed(traces):
     html = viz.first_section(traces)
     assert "No price of an hour was given" in html and "No SLO was given" in html
@@ -211,7 +242,10 @@ def test_the_findings_name_the_best_and_the_worst(traces):
 
 
 def test_equal_runs_are_not_ranked(traces):
-    carried, waited, cost = questions({"a": traces["mine"], "b": traces["mine"]})
+    carried, waited, cost = questions({"a": traces["mine"], "b": traces["mine"]}, slo=SLO)
     assert carried.finding.startswith("Every run carried its load") and "least" not in carried.finding
     assert "nobody waited longer" not in waited.finding
-    assert ", and " not in cost.finding
+    assert ", and " not in cost.finding and "most goodput" not in cost.finding
+    empty = simulate([Refusal("x", "too long")], "fcfs")
+    carried, _, _ = questions({"a": traces["mine"], "b": traces["mine"], "c": empty})
+    assert carried.finding.startswith("a and b carried their load")

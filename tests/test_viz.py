@@ -3,6 +3,7 @@
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 
@@ -19,7 +20,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.request import Refusal, Request
 from cbresearch.simulator import simulate
-from cbresearch.viz import figures, words
+from cbresearch.viz import axes, figures, words
 from cbresearch.viz.seating import request_colors, sittings
 from cbresearch.viz.style import REQUEST_COLORS, ink_on
 
@@ -464,6 +465,23 @@ def test_each_known_policy_has_a_look_of_its_own_beside_colour():
 def test_long_labels_are_shortened_but_stay_apart(traces):
     fig = viz.occupancy({"x" * 60: traces["fcfs"], "x" * 61: traces["static"]})
     assert [ax.get_title("left") for ax in fig.axes] == ["x" * 31 + "…", "x" * 31 + "… (2)"]
+
+
+def test_a_label_that_looks_like_a_shortened_one_loses_no_run(traces):
+    given = {"x (3)": traces["fcfs"], "x": traces["static"], "x ": traces["fcfs"], " x": traces["static"]}
+    found = axes.shortened(given)
+    assert list(found.values()) == list(given.values())
+
+
+def test_a_moment_of_the_host_between_steps_is_no_dip(traces):
+    trace = traces["fcfs"]
+    steps = tuple(replace(record, duration=0.9 * record.duration) for record in trace.steps)
+    hosted = replace(trace, steps=steps)
+    values = [record.num_running for record in steps]
+    rows, edges = axes.Clock.of([hosted], "seconds").stairs(hosted, values)
+    assert len(edges) == len(rows) + 1
+    assert list(rows[rows > 0]) == values
+    assert (rows == 0).sum() == sum(not record.num_staying for record in steps[:-1])
 
 
 def test_two_runs_of_one_policy_look_different(traces):

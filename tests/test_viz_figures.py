@@ -192,7 +192,7 @@ def test_pareto_joins_the_runs_that_none_beats_and_names_them(loads):
         assert x == metrics.ttft(trace).p99 and y == metrics.output_throughput(trace)
     assert list(by_gid(ax, "front").get_xdata()) == [metrics.ttft(runs["fcfs"]).p99]
     assert {text.get_text() for text in ax.texts} == {"static", "fcfs"}
-    assert ax.get_title("left") == "fcfs beats all others in both"
+    assert ax.get_title("left") == "fcfs is best in both"
     assert ax.get_xlabel() == "TTFT p99 (s), less is better"
     with pytest.raises(ValueError, match="no metric 'speed'"):
         viz.pareto(runs, x="speed")

@@ -48,6 +48,10 @@ def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
 
+def _is_gap(start: float, end: float) -> bool:
+    return _nanoseconds(start) < _nanoseconds(end)
+
+
 def _slice(pid: int, tid: int, name: str, start: float, end: float, category: str, args: Event) -> Event:
     # Both ends are rounded alike, so that slices that touch neither overlap nor leave a gap.
     first, last = _nanoseconds(start), _nanoseconds(end)
@@ -120,7 +124,7 @@ def _steps(trace: "Trace") -> Iterator[Event]:
     before: StepRecord | None = None
     for record in trace.steps:
         plan = record.plan
-        if before is not None and before.end < record.start and not before.num_staying:
+        if before is not None and not before.num_staying and _is_gap(before.end, record.start):
             # Nobody runs in between; who waits for the policy to gather a batch goes on waiting.
             for name in _USED:
                 yield _counter(before.end, name, 0)

@@ -65,14 +65,16 @@ class Clock(NamedTuple):
     def stairs(
         self, trace: Trace, values: Sequence[float] | Sequence[Sequence[int]]
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return a value per interval and the intervals' edges, with 0 where no step ran.
+        """Return a value per interval and the intervals' edges, with 0 where nobody ran.
 
         Args:
             trace: The run.
             values: One value a step, or one row of several.
         """
         starts, ends = self.edges(trace)
-        idle = np.flatnonzero(starts > np.append(0.0, ends)[:-1])
+        # A host that takes a moment between two steps does not end the stay of those who are seated.
+        is_left = [True, *(not record.num_staying for record in trace.steps)][: len(starts)]
+        idle = np.flatnonzero((starts > np.append(0.0, ends)[:-1]) & np.array(is_left, dtype=bool))
         heights = np.insert(np.array(values, dtype=int), idle, 0, axis=0)
         return heights, np.append(0.0, np.insert(ends, idle, starts[idle]))
 
@@ -92,7 +94,9 @@ def shortened(traces: Mapping[str, Trace]) -> dict[str, Trace]:
     for place, (label, trace) in enumerate(traces.items(), 1):
         name = words.visible(" ".join(label.split()))
         name = name if len(name) <= _MAX_LABEL else f"{name[: _MAX_LABEL - 1]}…"
-        found[name if name not in found else f"{name} ({place})"] = trace
+        while name in found:
+            name = f"{name} ({place})"
+        found[name] = trace
     return found
 
 

@@ -32,7 +32,7 @@ class LongestWait(NamedTuple):
     Attributes:
         label: The run.
         request_id: Who; None if nobody waited.
-        seconds: From arrival to the first token, or to the end of the run if there was none.
+        seconds: From arrival to the first token or, if there was none, to the end of the request or the run.
         got_token: Whether it got one.
         reason: What befell it until then.
         life: The whole of what befell it.
@@ -90,13 +90,20 @@ def questions(
 def longest_wait(trace: Trace) -> tuple[RequestRecord, float] | None:
     """Return who waited longest for a first token, and for how many seconds; None if nobody came.
 
-    Whoever got none waited until the end of the run. Refused and aborted requests do not count.
+    Whoever got none waited until it failed or the run ended. Refused and aborted requests do not count.
 
     Args:
         trace: The run.
     """
+    silent = {record.id for record in trace.served if record.ttft is None and record.finish_reason == "error"}
+    failures = (
+        {name: step.end for step in trace.steps for name in step.finished if name in silent} if silent else {}
+    )
     waits = [
-        (record, trace.duration - record.arrival if record.ttft is None else record.ttft)
+        (
+            record,
+            failures.get(record.id, trace.duration) - record.arrival if record.ttft is None else record.ttft,
+        )
         for record in trace.served
         if record.finish_reason != "abort" or record.ttft is not None
     ]
@@ -110,9 +117,10 @@ def _carried(traces: Mapping[str, Trace]) -> Question:
     if order:
         best, worst = order[0], order[-1]
         is_draw = _rate(tokens[best]) == _rate(tokens[worst])
+        load = "their load" if 1 < len(order) < len(traces) else "its load"
         finding = (
-            f"{best if len(order) == 1 or not is_draw else 'Every run'} carried "
-            f"{'its load' if is_draw else 'most'}: {_rate(tokens[best])} tokens/s and "
+            f"{_all_of(order, traces, 'Every run') if is_draw else best} carried "
+            f"{load if is_draw else 'most'}: {_rate(tokens[best])} tokens/s and "
             f"{_rate(metrics.request_throughput(traces[best]))} finished requests/s, with "
             f"{_share(metrics.utilization(traces[best]))} of its seats busy."
         )
@@ -141,7 +149,7 @@ def _waited(traces: Mapping[str, Trace]) -> Question:
         worst = next(wait for wait in waits if wait.label == order[-1])
         finding = (
             f"Request {worst.request_id} in {worst.label}: it waited {words.duration(worst.seconds)} "
-            f"{'for its first token' if worst.got_token else 'and got no token before the run ended'}."
+            f"{'for its first token' if worst.got_token else 'and got no token'}."
         )
         if known[order[0]] < known[order[-1]]:
             best = next(wait for wait in waits if wait.label == order[0])
@@ -235,14 +243,26 @@ def _cost_finding(
     if not order:
         return "Nothing was generated, so a token has no cost."
     best, worst = order[0], order[-1]
-    finding = f"A million output tokens cost {_rate(costs[best])} {unit} with {best}"
-    finding += f", and {_rate(costs[worst])} with {worst}." if costs[best] != costs[worst] else "."
+    is_draw = _rate(costs[best]) == _rate(costs[worst])
+    finding = f"A million output tokens cost {_rate(costs[best])} {unit} with "
+    finding += f"{_all_of(order, traces)}." if is_draw else f"{best}, and {_rate(costs[worst])} with {worst}."
     if slo is not None:
         kept = {label: metrics.goodput(trace, slo) for label, trace in traces.items()}
-        most = _from_best(kept, largest=True)[0]
+        ranked = _from_best(kept, largest=True)
+        most = ranked[0]
         share = _share(metrics.slo_attainment(traces[most], slo))
-        finding += f" {most} has the most goodput: {_rate(kept[most])} requests/s, {share} of its requests."
+        if len(ranked) > 1 and _rate(kept[most]) == _rate(kept[ranked[-1]]):
+            finding += f" The goodput of {_all_of(ranked, traces)} is {_rate(kept[most])} requests/s."
+        else:
+            finding += (
+                f" {most} has the most goodput: {_rate(kept[most])} requests/s, {share} of its requests."
+            )
     return finding
+
+
+def _all_of(labels: Sequence[str], traces: Mapping[str, Trace], every: str = "every run") -> str:
+    """Name runs that are alike; all there are by one word, unless there is just one."""
+    return every if 1 < len(labels) == len(traces) else " and ".join(labels)
 
 
 def _explained(label: str, trace: Trace) -> LongestWait:
@@ -255,7 +275,7 @@ def _explained(label: str, trace: Trace) -> LongestWait:
     # The first line names the request, the second its arrival.
     for line in life[2:]:
         if not re.match(r"took|came back", line):
-            reasons.append(re.sub(r"\d[\d.e+-]*(?= s\b)", _shorter, line))
+            reasons.append(re.sub(r"\d+(?:\.\d+)?(?:e[+-]?\d+)?(?= s\b)", _shorter, line))
         if re.search(r"for [1-9]\d* new token", line):
             break
     if len(reasons) > _MAX_REASONS:

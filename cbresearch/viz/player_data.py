@@ -284,14 +284,17 @@ def _blocks_until(blocks: BlockMap, most: int) -> int:
 
 
 def _starts(steps: Sequence[StepRecord]) -> list[float | int]:
-    """Return pairs of a step and its start, where it does not start at the end of the one before."""
+    """Return pairs of a step and its start, where nobody ran between it and the one before.
+
+    The moment that a host takes between two steps counts as the later one's.
+    """
     pairs: list[float | int] = []
-    end: float | int | None = None
+    before: StepRecord | None = None
     for step, record in enumerate(steps):
         start = _short(record.start)
-        if start != end:
+        if before is None or (start != _short(before.end) and not before.num_staying):
             pairs += [step, start]
-        end = _short(record.end)
+        before = record
     return pairs
 
 

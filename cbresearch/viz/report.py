@@ -25,6 +25,8 @@ Answer = tuple[str, Mapping[str, str]]
 _MAX_SEAT_STEPS = 600
 _MAX_REFUSED = 50
 
+_WAIT, _SPEED = "ttft_p99_s", "output_throughput_tokens_per_s"
+
 
 class _Table(NamedTuple):
     columns: Sequence[str]
@@ -107,7 +109,8 @@ def write_report(
         pictures=_pictures(traces),
         player=player_html(traces, predictions=compared, strip=False),
         answers=[(prompt, _grouped(texts)) for prompt, texts in answers],
-        refused=_refused(traces),
+        refused=_errors(traces, are_refused=True),
+        failed=_errors(traces, are_refused=False),
         max_refused=_MAX_REFUSED,
         environment=dict(environment or {}),
     )
@@ -241,22 +244,27 @@ def _plans(traces: Mapping[str, Trace]) -> list[_Plan]:
             ),
         ),
     ]
-    if sum(run["ttft_p99_s"] is not None for run in found.values()) > 1:
+    defined = [label for label, run in found.items() if None not in (run[_WAIT], run[_SPEED])]
+    if len(defined) > 1:
         front = figures.front(found)
         plans.append(
             _Plan(
                 "Which policy is a choice",
                 lambda: figures.pareto(traces),
                 "A dot per run: time to first token at the 99th percentile, and output throughput",
-                f"{words.pareto_finding(front, len(traces))}. Joined are those that no other beats in both.",
+                f"{words.pareto_finding(front, len(defined))}. Joined are those that no other beats in both.",
                 _Table(
                     ["run", "TTFT p99", "output throughput", "verdict"],
                     [
                         [
                             label,
-                            words.duration(run["ttft_p99_s"]),
-                            f"{words.number(run['output_throughput_tokens_per_s'])} tokens/s",
-                            "a choice" if label in front else "beaten",
+                            words.duration(run[_WAIT]),
+                            words.NOTHING if run[_SPEED] is None else f"{words.number(run[_SPEED])} tokens/s",
+                            words.NOTHING
+                            if label not in defined
+                            else "a choice"
+                            if label in front
+                            else "beaten",
                         ]
                         for label, run in found.items()
                     ],
@@ -304,11 +312,11 @@ def _grouped(texts: Mapping[str, str]) -> list[tuple[list[str], str]]:
     return [(labels, text) for text, labels in groups.items()]
 
 
-def _refused(traces: Mapping[str, Trace]) -> list[tuple[str, str, list[str]]]:
-    """Return who was refused and why, with the labels of the runs that refused it."""
+def _errors(traces: Mapping[str, Trace], are_refused: bool) -> list[tuple[str, str, list[str]]]:
+    """Return who was refused, or failed while it was served, and why, with the labels of the runs."""
     found: dict[tuple[str, str], list[str]] = {}
     for label, trace in traces.items():
         for request in trace.requests:
-            if request.error is not None:
+            if request.error is not None and request.is_refused is are_refused:
                 found.setdefault((request.id, request.error), []).append(label)
     return [(request_id, error, labels) for (request_id, error), labels in found.items()]

@@ -276,12 +276,12 @@ def pareto_finding(front: Sequence[str], num_runs: int) -> str:
 
     Args:
         front: Their labels.
-        num_runs: How many runs there are.
+        num_runs: How many runs define both.
     """
     if not front:
         return "No run defines both"
     if len(front) == 1:
-        return f"{front[0]} beats all others in both" if num_runs > 1 else f"{front[0]} is the only run"
+        return f"{front[0]} is best in both" if num_runs > 1 else f"{front[0]} is the only run"
     if len(front) == num_runs:
         return f"None of the {num_runs} runs beats another in both: each is a choice"
     return f"No policy wins both: {', '.join(front)} are the choice, {num_runs - len(front)} are beaten"
