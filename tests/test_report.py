@@ -12,7 +12,6 @@ matplotlib.use("Agg")
 import pytest
 
 from cbresearch import metrics, policies, viz
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.metrics import Slo
@@ -135,9 +134,7 @@ def failing(error):
     requests = [Request(f"q{n}", 10, 40) for n in range(3)]
     executor = CostExecutor(Linear(step=0.1), outputs={"q1": ()}, errors={"q1": error})
     limits = SchedulerConfig(4, 64)
-    return serve(
-        requests, Scheduler(policies.get("fcfs"), limits, BlockManager(CacheConfig(64, 4))), executor
-    )
+    return serve(requests, Scheduler(policies.get("fcfs"), limits, CacheConfig(64, 4)), executor)
 
 
 def test_who_failed_waited_until_then_and_is_not_called_refused(tmp_path):
@@ -171,6 +168,10 @@ def test_runs_without_a_token_have_dashes():
     html = viz.first_section({"a": empty}, slo=SLO, price_per_hour=1.0)
     assert "No run gave a token." in html and "Nobody came." in html and "nobody came." in html
     assert Tables(html).row("output throughput")[2] == "–"
+    instant = simulate([Request("a", 3, 4)], "fcfs", cost=lambda plan: 0.0)
+    carried, waited, cost = questions({"a": instant}, slo=SLO)
+    assert carried.finding == cost.finding == "The runs took no time."
+    assert "0 s for its first token" in waited.finding
 
 
 @pytest.mark.parametrize("price", [-1.0, float("nan"), float("inf")])

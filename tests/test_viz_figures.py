@@ -297,6 +297,7 @@ def test_ids_and_labels_of_any_letters_are_drawn():
 def test_runs_without_a_step_can_be_drawn():
     empty = simulate([], "fcfs")
     assert viz.kv_categories(empty).get_suptitle() == "No KV is held"
+    assert viz.kv_memory(empty).axes[0].get_title("left") == "fcfs holds no KV"
     assert viz.block_map(empty).axes[0].get_title("left") == "fcfs holds no KV block"
     assert viz.pareto({"a": empty}).axes[0].get_title("left") == "No run defines both"
     assert viz.tradeoff({"a": {1.0: empty}}).get_suptitle() == "No request got a token"

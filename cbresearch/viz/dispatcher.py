@@ -113,7 +113,7 @@ def longest_wait(trace: Trace) -> tuple[RequestRecord, float] | None:
 def _carried(traces: Mapping[str, Trace]) -> Question:
     tokens = {label: metrics.output_throughput(trace) for label, trace in traces.items()}
     order = _from_best(tokens, largest=True)
-    finding = "No run gave a token."
+    finding = _nothing(traces, "No run gave a token.")
     if order:
         best, worst = order[0], order[-1]
         is_draw = _rate(tokens[best]) == _rate(tokens[worst])
@@ -241,7 +241,7 @@ def _cost_finding(
 ) -> str:
     order = _from_best(costs, largest=False)
     if not order:
-        return "Nothing was generated, so a token has no cost."
+        return _nothing(traces, "Nothing was generated, so a token has no cost.")
     best, worst = order[0], order[-1]
     is_draw = _rate(costs[best]) == _rate(costs[worst])
     finding = f"A million output tokens cost {_rate(costs[best])} {unit} with "
@@ -258,6 +258,12 @@ def _cost_finding(
                 f" {most} has the most goodput: {_rate(kept[most])} requests/s, {share} of its requests."
             )
     return finding
+
+
+def _nothing(traces: Mapping[str, Trace], finding: str) -> str:
+    """Return the finding where there is no rate: nothing was generated, or all of it in no time."""
+    has_tokens = any(record.tokens for trace in traces.values() for record in trace.served)
+    return "The runs took no time." if has_tokens else finding
 
 
 def _all_of(labels: Sequence[str], traces: Mapping[str, Trace], every: str = "every run") -> str:

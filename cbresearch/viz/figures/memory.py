@@ -50,7 +50,7 @@ def kv_memory(
     _draw_kv(ax, trace, clock)
     axes.title(ax, title or words.kv_finding(trace))
     clock.label(ax)
-    fig.legend(loc="outside lower left", ncols=4)
+    fig.legend(*ax.get_legend_handles_labels(), loc="outside lower left", ncols=4)
     return fig
 
 
