@@ -57,7 +57,7 @@ class Claim(NamedTuple):
     def _amount(self, value: float, signed: bool = False) -> str:
         """Return an error or a tolerance with two significant digits; what is rounding of floats is 0."""
         scale = 1.0 if self.is_absolute else 100.0
-        if abs(value) < 1e-9 * (max(abs(self.predicted), 1.0) if self.is_absolute else 1.0):
+        if abs(value) < 1e-9 * ((abs(self.predicted) or 1.0) if self.is_absolute else 1.0):
             value = 0.0
         rounded = float(f"{value * scale:.2g}")
         sign = "+" if signed and rounded > 0 else ""
@@ -101,7 +101,10 @@ class Claims:
                 prediction is 0 and the tolerance a fraction.
         """
         if any(claim.name == name for claim in self._claims):
-            raise ValueError(f"claim {name!r} was made before; give each a name of its own")
+            raise ValueError(
+                f"claim {name!r} was made before; give each a name of its own, or, to run a cell again, run "
+                "the notebook from its first cell"
+            )
         if not 0 <= within < math.inf or not math.isfinite(predicted):
             raise ValueError(f"claim {name!r}: predicted {predicted}, within {within}; give finite numbers")
         if predicted == 0 and not absolute:
@@ -173,4 +176,5 @@ def _number(value: float) -> str:
         return f"{int(value):,}"
     if abs(value) >= 1e9 or abs(value) < 1e-3:
         return f"{value:.3e}"
-    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    # From here on four digits would be rounded up to 1e+04.
+    return f"{value:,.0f}" if abs(value) >= 9999.5 else f"{value:.4g}"

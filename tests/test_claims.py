@@ -68,6 +68,13 @@ def test_rounding_of_floats_does_not_show():
     assert rows[0]["error"] == "0 %"
 
 
+def test_small_quantities_keep_their_errors_and_none_is_rounded_to_a_power():
+    (row,) = made(EXACT | {"predicted": 1e-12, "measured": 3e-12, "within": 5e-12, "absolute": True}).rows()
+    assert (float(row["error"]), float(row["tolerance"])) == (2e-12, 5e-12)
+    (row,) = made(EXACT | {"predicted": 9999.96, "measured": 9999.4, "within": 0.01}).rows()
+    assert (row["predicted"], row["measured"]) == ("10,000", "9999")
+
+
 def test_every_form_of_the_table_shows_every_claim_and_escapes_it():
     bundle = made(EXACT, CLOSE | {"name": "<b>wait</b>"})._repr_mimebundle_()
     assert bundle["text/plain"].splitlines()[2].split()[:2] == ["<b>wait</b>", "s"]
@@ -105,6 +112,12 @@ def test_a_claim_that_does_not_hold_and_a_silent_notebook_fail_the_collection(tm
     silent = collect(tmp_path, made(EXACT).rows(), [])
     assert silent.returncode == 1
     assert "without a table of claims: 01_a" in silent.stdout
+
+
+@pytest.mark.parametrize("no_function", [len, Claims])
+def test_what_is_no_function_has_no_code_to_show(no_function):
+    with pytest.raises(TypeError):
+        formulas.code(no_function)
 
 
 def test_a_formula_is_shown_by_its_own_code():

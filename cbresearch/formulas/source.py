@@ -14,7 +14,7 @@ def code(*functions: Callable[..., Any]) -> str:
         *functions: Functions of this package, or any others whose source can be read.
 
     Raises:
-        TypeError: Something has no source, such as a built-in function.
+        TypeError: Something is no function with a source, such as a built-in one or a class.
     """
     return "\n\n".join(_without_docstring(function) for function in functions)
 
@@ -22,7 +22,8 @@ def code(*functions: Callable[..., Any]) -> str:
 def _without_docstring(function: Callable[..., Any]) -> str:
     lines = textwrap.dedent(inspect.getsource(function)).splitlines()
     definition = ast.parse("\n".join(lines)).body[0]
-    assert isinstance(definition, ast.FunctionDef)
+    if not isinstance(definition, ast.FunctionDef):
+        raise TypeError(f"{function!r} is not defined by a def statement; give a function that is")
     first = definition.body[0]
     if ast.get_docstring(definition) is None or first.end_lineno is None:
         return "\n".join(lines)
