@@ -72,9 +72,9 @@ class Clock(NamedTuple):
             values: One value a step, or one row of several.
         """
         starts, ends = self.edges(trace)
+        gaps = np.flatnonzero(starts > np.append(0.0, ends)[:-1]).tolist()
         # A host that takes a moment between two steps does not end the stay of those who are seated.
-        is_left = [True, *(not record.num_staying for record in trace.steps)][: len(starts)]
-        idle = np.flatnonzero((starts > np.append(0.0, ends)[:-1]) & np.array(is_left, dtype=bool))
+        idle = [step for step in gaps if not step or not trace.steps[step - 1].num_staying]
         heights = np.insert(np.array(values, dtype=int), idle, 0, axis=0)
         return heights, np.append(0.0, np.insert(ends, idle, starts[idle]))
 
