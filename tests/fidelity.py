@@ -115,7 +115,7 @@ class Bench:
 def settings(case: Case) -> list[tuple[Case, str]]:
     """Return how the calibration serves its workload: with room, as a static batch, and so tight it swaps."""
     tight = replace(case, num_blocks=22, preemption="swap", caching=False)
-    return [(case, "fcfs"), (case, "static"), (tight, "fcfs"), (tight, "srpt")]
+    return [*((case, policy) for policy in POLICIES), (tight, "fcfs"), (tight, "srpt")]
 
 
 def timed(case: Case, cost) -> Case:

@@ -125,7 +125,7 @@ def recorded(seed, cost, **limits):
 
 
 def test_a_fit_finds_the_coefficients_that_made_the_steps():
-    true = (0.01, 0.004, 0.002, 0.001, 0.003, 1e-5, 2e-5, 1e-6, 0.0)
+    true = (0.01, 0.004, 0.003, 0.002, *[0.0] * 4, 0.002, 0.001, 0.003, 1e-5, 2e-5, 1e-6, 0.0)
 
     def cost(plan):
         from cbresearch.costs.calibrated import features_of
@@ -146,6 +146,21 @@ def test_a_single_row_may_cost_less_than_the_line_through_larger_steps():
     fitted = Calibrated.fit(trace)
     assert fitted(decodes(1, 10)) == pytest.approx(0.009, rel=1e-2)
     assert fitted(decodes(2, 10)) == pytest.approx(0.012, rel=1e-2)
+
+
+def test_a_step_of_few_tokens_has_a_time_of_its_own_only_where_one_was_seen():
+    def cost(plan):
+        return 0.01 + 0.001 * plan.num_tokens + 0.005 * (plan.num_tokens == 3)
+
+    fitted = Calibrated.fit(recorded(7, cost), recorded(8, cost))
+    assert [fitted(decodes(number, 10)) for number in (2, 3, 4)] == pytest.approx(
+        [0.012, 0.018, 0.014], rel=1e-2
+    )
+    alike = [Request(str(n), 9, 5) for n in range(36)]
+    unseen = Calibrated.fit(
+        *(simulate(alike, "static", cost=cost, scheduler=SchedulerConfig(number)) for number in (1, 4, 6))
+    )
+    assert unseen(decodes(3, 10)) == pytest.approx(0.013, rel=2e-2)
 
 
 def test_the_held_out_error_is_that_of_steps_the_fit_did_not_see():

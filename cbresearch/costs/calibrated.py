@@ -9,9 +9,13 @@ from cbresearch.costs.linear import non_negative_fit
 from cbresearch.plan import Plan
 from cbresearch.trace import Trace
 
+_FEW = range(2, 8)
+_OF_FEW = tuple(f"steps of {number} tokens" for number in _FEW)
+
 FEATURES = (
     "steps",
     "steps of several tokens",
+    *_OF_FEW,
     "decode rows",
     "prefill tokens",
     "prefill chunks",
@@ -58,7 +62,8 @@ class Calibrated:
         features = features_of(plan)
         if not self.may_extrapolate:
             for name, value, most in zip(FEATURES, features, self.largest, strict=True):
-                if value > _MARGIN * most:
+                # Whoever saw no step of just so many tokens takes it for one of several.
+                if value > _MARGIN * most and name not in _OF_FEW:
                     raise ValueError(
                         f"step {plan.step} has {value:g} {name}, and the runs that the cost was fitted to "
                         f"had {most:g} at most; calibrate on a run with as many, or set may_extrapolate"
@@ -112,11 +117,14 @@ def features_of(plan: Plan) -> Sequence[float]:
     """Return a step's `FEATURES`."""
     chunks = [entry for entry in plan.scheduled if entry.num_tokens > 1]
     num_decode_rows = len(plan.scheduled) - len(chunks) + len(plan.padding)
+    num_tokens = plan.num_tokens
     chunk_context = sum(entry.context_length for entry in chunks)
     return (
         1,
         # A single row by a matrix is another routine than several: on a CPU a cheaper one by more than a row.
-        int(plan.num_tokens > 1),
+        int(num_tokens > 1),
+        # Several are computed in groups, so that few that do not fill one may be dearer than more that do.
+        *(int(num_tokens == number) for number in _FEW),
         num_decode_rows,
         sum(entry.num_tokens for entry in chunks),
         len(chunks),
