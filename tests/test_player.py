@@ -23,7 +23,7 @@ from cbresearch.costs import Linear
 from cbresearch.request import Refusal, Request, parallel_samples
 from cbresearch.simulator import simulate
 from cbresearch.viz.blockmap import BlockMap
-from cbresearch.viz.player_data import KINDS, TRANSFERS, Bounds, packed, player_data, visible
+from cbresearch.viz.player_data import KINDS, TRANSFERS, Bounds, packed, player_data
 from cbresearch.viz.player_strip import strip_png
 from cbresearch.viz.seating import request_colors
 from cbresearch.viz.style import REQUEST_COLORS
@@ -268,9 +268,12 @@ def test_any_text_stays_text():
     assert ids[0].endswith("⟨U+D800⟩⟨U+001B⟩[31m⟨U+202E⟩")
 
 
-def test_readable_text_is_left_as_it_is():
-    for text in ("plain", "槽位 · Ünïcode", "👩‍🚀", "a b\u00a0c"):
-        assert visible(text) == text
+def test_names_have_no_lines():
+    trace = simulate([Request("槽位 👩\u200d🚀\n\tb", 3, 5), Refusal("c\n", "why\nnot")], "fcfs")
+    data = player_data({"one\ntwo": trace})
+    assert data["ids"] == ["槽位 👩\u200d🚀⟨U+000A⟩⟨U+0009⟩b"]
+    assert data["runs"][0]["label"] == "one⟨U+000A⟩two"
+    assert data["runs"][0]["refused"] == [["c⟨U+000A⟩", "why⟨U+000A⟩not"]]
 
 
 def test_wrong_arguments_are_named():

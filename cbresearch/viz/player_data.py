@@ -1,6 +1,5 @@
 """What the player's scripts read: recorded runs as plain values, compact and bounded."""
 
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -76,7 +75,7 @@ def player_data(
             if request_id in places and number != len(records[request_id].tokens)
         ]
     return {
-        "ids": [visible(request_id) for request_id in places],
+        "ids": [_name(request_id) for request_id in places],
         "colors": [
             looks.get(request_id, place % len(REQUEST_COLORS)) for request_id, place in places.items()
         ],
@@ -95,11 +94,6 @@ def player_data(
     }
 
 
-def visible(text: str) -> str:
-    """Return a text with what a reader could not see, or what would move the rest, by its code point."""
-    return "".join(_visible(character) for character in text)
-
-
 def packed(values: Sequence[int]) -> list[int] | list[list[int]]:
     """Return a column as it is or, where that is shorter, as one list of alternating values and counts."""
     pairs: list[int] = []
@@ -113,7 +107,7 @@ def packed(values: Sequence[int]) -> list[int] | list[list[int]]:
 
 def left_out(label: str, trace: Trace, bounds: Bounds) -> list[str]:
     """Return sentences on what of a run the player does not show."""
-    name, total, listed = visible(label), len(trace.steps), len(trace.served)
+    name, total, listed = _name(label), len(trace.steps), len(trace.served)
     if not total:
         return [f"{name}: no step was run, so there is nothing to play."]
     sentences = []
@@ -127,13 +121,8 @@ def left_out(label: str, trace: Trace, bounds: Bounds) -> list[str]:
     return sentences
 
 
-def _visible(character: str) -> str:
-    code = ord(character)
-    kind = unicodedata.category(character)
-    # Joiners hold emoji and some scripts together, and do no harm.
-    if kind in ("Cc", "Cf", "Cs", "Zl", "Zp") and code not in (0x200C, 0x200D):
-        return f"⟨U+{code:04X}⟩"
-    return character
+def _name(text: str) -> str:
+    return words.visible(text, lines=False)
 
 
 def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str, int]) -> dict[str, Any]:
@@ -152,8 +141,8 @@ def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str,
         num_tokens += sum(entry.samples for entry in record.plan.scheduled) - num_failed
         out.append(num_tokens)
     run = {
-        "label": visible(label),
-        "policy": visible(trace.policy),
+        "label": _name(label),
+        "policy": _name(trace.policy),
         "seats": trace.scheduler.max_num_seqs,
         "budget": trace.scheduler.max_num_batched_tokens,
         "blocks": trace.cache.num_blocks,
@@ -186,9 +175,7 @@ def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str,
             if record.finish_reason not in (None, "length") and record.id in places
         ],
         "refused": [
-            [visible(record.id), visible(record.error or "")]
-            for record in trace.requests
-            if record.is_refused
+            [_name(record.id), _name(record.error or "")] for record in trace.requests if record.is_refused
         ][: bounds.requests],
         "num_refused": sum(record.is_refused for record in trace.requests),
         "reasons": _reasons(steps),
@@ -343,7 +330,7 @@ def _speed_ups(traces: Mapping[str, Trace]) -> list[list[Any]]:
     for label, trace in traces.items():
         ratio = speed_up(traces[first], trace)
         if ratio is not None and label != first:
-            found.append([visible(label), visible(first), words.number(ratio)])
+            found.append([_name(label), _name(first), words.number(ratio)])
     return found
 
 
@@ -351,7 +338,7 @@ def _prediction(row: Sequence[Any]) -> list[str]:
     if len(row) != 4:
         raise ValueError(f"prediction {tuple(row)!r} must be (quantity, predicted, measured, relative error)")
     quantity, predicted, measured, error = row
-    return [visible(str(quantity)), words.number(predicted), words.number(measured), words.percent(error)]
+    return [_name(str(quantity)), words.number(predicted), words.number(measured), words.percent(error)]
 
 
 def _short(seconds: float) -> float | int:

@@ -213,9 +213,14 @@ def _block_grid(
         )
         ax.add_patch(box)
         names = state.holders.get(block, ())
-        text = names[0] if len(names) == 1 else f"{len(names)} share" if names else ""
+        text = (
+            words.visible(names[0], lines=False)
+            if len(names) == 1
+            else f"{len(names)} share"
+            if names
+            else ""
+        )
         if text and num_columns <= _GRID_COLUMNS and len(text) <= 8:
-            text = text if text.isprintable() else ascii(text)
             center = (place + 0.47, row + 0.46)
             ink = style.ink_on(fill)
             ax.text(*center, text, ha="center", va="center", fontsize=8, color=ink, parse_math=False)
