@@ -164,10 +164,10 @@ def block_map(
     else:
         fig, ax = axes.axes(ax, height=2.0 + min(5.0, 0.09 * trace.cache.num_blocks))
         num_columns = min(num_steps, max_steps)
-        pixels = np.ones((trace.cache.num_blocks, num_columns, 3))
+        pixels = np.full((trace.cache.num_blocks, num_columns, 3), 255, dtype=np.uint8)
         for place, state in enumerate(BlockMap.of(trace, num_columns).states()):
             for block, color in _block_colors(state, colors, seen).items():
-                pixels[block, place] = to_rgb(color)
+                pixels[block, place] = np.rint(255 * np.array(to_rgb(color)))
         if num_columns:
             extent = (0, num_columns, trace.cache.num_blocks - 0.5, -0.5)
             image = ax.imshow(pixels, aspect="auto", interpolation="nearest", extent=extent)
