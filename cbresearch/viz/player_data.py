@@ -1,7 +1,7 @@
 """What the player's scripts read: recorded runs as plain values, compact and bounded."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -83,7 +83,7 @@ def player_data(
         "inks": [ink_on(color) for color in REQUEST_COLORS],
         "requests": [_request(records[request_id]) for request_id in places],
         "runs": runs,
-        "workload": [_workload(trace) for trace in traces.values()],
+        "workload": _workload(list(traces.values()), records.values()),
         "kpi": [[row.name, row.unit, list(row.values), list(row.sizes)] for row in kpi_table(traces)],
         "speedups": _speed_ups(traces),
         "predictions": [_prediction(row) for row in predictions],
@@ -315,11 +315,17 @@ def _request(record: RequestRecord) -> list[Any]:
     ]
 
 
-def _workload(trace: Trace) -> dict[str, int]:
+def _workload(traces: Sequence[Trace], served: Collection[RequestRecord]) -> dict[str, int | bool]:
+    """Return how many requests some run serves, what they want, and whether the runs share them."""
+
+    def is_common(names: Sequence[set[str]]) -> bool:
+        return all(one == names[0] for one in names)
+
     return {
-        "requests": len(trace.served),
-        "prompt": sum(record.num_prompt_tokens or 0 for record in trace.served),
-        "output": sum(len(record.tokens) for record in trace.served),
+        "requests": len(served),
+        "output": sum(len(record.tokens) for record in served),
+        "is_shared": is_common([{record.id for record in trace.requests} for trace in traces]),
+        "is_served_by_all": is_common([{record.id for record in trace.served} for trace in traces]),
     }
 
 
