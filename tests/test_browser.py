@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections import Counter
 from importlib.util import find_spec
 
 import pytest
 from hygiene import ROOT
 from set_up_browser import REMEDY, find_browser
-from test_player import HOSTILE, classic, hostile, seats_by_step, swapping
+from test_player import HOSTILE, classic, hostile, pressed, seats_by_step, swapping
 
 from cbresearch import metrics, viz
 from cbresearch.config import CacheConfig, SchedulerConfig
@@ -356,6 +357,70 @@ def test_a_request_that_one_run_refuses_does_not_wait_there(chromium, tmp_path_f
     demo.go(0)
     queues = [demo.card(run).locator(".cbr-queue .cbr-chip").all_inner_texts() for run in (0, 1)]
     assert queues == [["r0", "r1", "r2"], ["r1", "r2"]]
+
+
+def test_start_names_the_requests_of_all_runs(chromium, tmp_path_factory):
+    requests = [Request("long", 40, 9), *(Request(f"r{n}", 4, 5) for n in range(3))]
+    small, roomy = (simulate(requests, cache=CacheConfig(number)) for number in (2, 4))
+    other = simulate([Request("x", 4, 7)])
+    for traces, want, together in (
+        ({"small": small, "roomy": roomy}, "4 requests want 24 tokens", "are given the same requests"),
+        ({"small": small, "again": small}, "3 requests want 15 tokens", "serve the same requests"),
+        ({"small": small, "other": other}, "4 requests want 22 tokens", "each is given requests of its own"),
+    ):
+        lead = page_of(chromium, tmp_path_factory, traces)().part("start").locator(".cbr-lead").inner_text()
+        assert lead.startswith(want)
+        assert together in lead
+
+
+def test_who_waits_for_a_batch_to_gather_is_not_called_absent(chromium, tmp_path_factory):
+    arrivals = {"a": 0, "b": 3, "c": 30, "d": 32, "e": 33, "f": 60}
+    requests = [Request(name, 4, 2, arrival=float(when)) for name, when in arrivals.items()]
+    traces = {name: simulate(requests, name) for name in ("static:wait=5", "fcfs")}
+    demo = page_of(chromium, tmp_path_factory, traces)()
+    gathered, served = traces["static:wait=5"], traces["fcfs"]
+    said = []
+    for step, record in enumerate(served.steps):
+        demo.go(step, run=1)
+        now, story = record.start, demo.story(0)
+        if any(one.start <= now < one.end for one in gathered.steps):
+            continue
+        waiting = [one.id for one in gathered.requests if one.arrival <= now < one.first_scheduled]
+        assert demo.value(0, "waiting") == str(len(waiting))
+        assert demo.card(0).locator(".cbr-queue .cbr-chip").all_inner_texts() == waiting
+        if waiting:
+            begin = min(one.start for one in gathered.steps if one.start > now)
+            assert f"{len(waiting)} wait" in story and f"begins at {begin:.0f} s" in story
+        else:
+            first = min(one.arrival for one in gathered.requests if one.arrival > now)
+            assert f"nobody is there to be served before {first:.0f} s" in story
+        said.append(len(waiting))
+    assert {1, 2, 3} <= set(said)
+    # A run that gathers nothing is idle for want of requests alone.
+    demo.go(0, run=0)
+    assert demo.story(1).endswith("idle: nobody is there to be served before 30 s")
+
+
+def test_computing_lost_output_again_is_not_called_a_prompt(chromium, tmp_path_factory):
+    trace = pressed("fcfs")
+    demo = page_of(chromium, tmp_path_factory, {"fcfs": trace})()
+    tokens, seen = Counter(), set()
+    for step, record in enumerate(trace.steps):
+        sums = Counter()
+        for entry in record.plan.scheduled:
+            if entry.is_prefill:
+                sums["token" if tokens[entry.request_id] else "prompt token"] += entry.num_tokens
+            tokens[entry.request_id] += entry.samples
+        if not sums or tuple(sums) in seen:
+            continue
+        seen.add(tuple(sums))
+        demo.go(step)
+        shown = re.findall(r" (re)?computes? ([\d,]+) ((?:prompt )?token)s?\b", demo.story(0))
+        assert {what: int(number) for _, number, what in shown} == sums
+        assert all(bool(again) == (what == "token") for again, _, what in shown)
+        tiles = demo.card(0).locator("button.cbr-seat small").all_inner_texts()
+        assert any(text.startswith("again") for text in tiles) == ("token" in sums)
+    assert {kind for kinds in seen for kind in kinds} == {"token", "prompt token"}
 
 
 def test_static_rows_that_are_computed_for_nothing_are_told(show_simple, simple_traces):

@@ -357,6 +357,25 @@ def test_kpi_table_of_no_runs_has_rows_without_values():
     assert {row.values for row in metrics.kpi_table({})} == {()}
 
 
+def test_kpi_table_counts_failed_and_aborted_requests_where_there_are_any():
+    done = record("a", times=[1.0, 2.0])
+    failed, aborted = record("b", times=[1.0], finish_reason="error"), record("c", finish_reason="abort")
+    plain, broken = trace_of(done), trace_of(done, failed)
+    names = [row.name for row in metrics.kpi_table({"plain": plain})]
+    assert not {"requests failed", "requests aborted"} & set(names)
+    table = {row.name: row.values for row in metrics.kpi_table({"plain": plain, "broken": broken})}
+    assert table["requests failed"] == ("0", "1") and "requests aborted" not in table
+    rows = metrics.kpi_table({"all": trace_of(done, failed, aborted, aborted)})
+    table = {row.name: row.values for row in rows}
+    assert [table[f"requests {kind}"] for kind in ("served", "refused", "failed", "aborted")] == [
+        ("1",),
+        ("0",),
+        ("1",),
+        ("2",),
+    ]
+    assert [row.name for row in rows if row.name not in ("requests failed", "requests aborted")] == names
+
+
 def test_kpi_table_gives_memory_in_bytes_where_the_model_is_known():
     rows = metrics.kpi_table({"fcfs": classic("fcfs")}, bytes_per_token=2**20)
     assert ("peak KV memory", "MiB", ("128",), ()) in rows

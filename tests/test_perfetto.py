@@ -9,6 +9,7 @@ from collections import defaultdict
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from set_up_browser import REMEDY, find_browser
@@ -134,6 +135,20 @@ def test_the_file_is_the_trace_and_its_bytes_are_the_same_each_time(trace, tmp_p
     packed = [trace.to_perfetto(tmp_path / "new" / f"{name}.json.gz").read_bytes() for name in "ab"]
     assert packed[0] == packed[1]
     assert gzip.decompress(packed[0]) == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_a_write_that_is_broken_off_leaves_the_file_as_it_was(trace, tmp_path, monkeypatch, name):
+    def broken(*_):
+        raise OSError("disk full")
+
+    path = tmp_path / name
+    path.write_bytes(b"as it was")
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", broken)
+        with pytest.raises(OSError, match="disk full"):
+            trace.to_perfetto(path)
+    assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [(name, b"as it was")]
 
 
 QUERY = """async (sql) => {

@@ -214,16 +214,23 @@ def test_characters_that_nobody_sees_are_written_out(tmp_path):
         environment={name: name},
     )
     html = path.read_text(encoding="utf-8")
-    shown = r"a␀b␛c\x85d\u202ee\ufefff\ud800g␍"
+    shown = "a⟨U+0000⟩b⟨U+001B⟩c⟨U+0085⟩d⟨U+202E⟩e⟨U+FEFF⟩f⟨U+D800⟩g⟨U+000D⟩"
     assert html.count(shown) > 10
-    assert "one\n\ttwo␇" in html
+    assert "one\n\ttwo⟨U+0007⟩" in html
     outside = re.sub(r"<script.*?</script>", "", html, flags=re.DOTALL)
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ufeff]", outside)
 
 
 def test_what_can_be_seen_is_left_as_it_is():
-    text = "Grüße, 你好 👩\u200d🚀 \N{REPLACEMENT CHARACTER} a\tb\nc {{x}} <b>"
-    assert visible(text) is text
+    text = "Grüße, 你好 槽位 · 👩\u200d🚀 \N{REPLACEMENT CHARACTER} a\u00a0b\tb\nc {{x}} <b>"
+    assert visible(text) == text
+    assert visible(text, lines=False) == text.replace("\t", "⟨U+0009⟩").replace("\n", "⟨U+000A⟩")
+
+
+def test_whatever_has_no_picture_or_moves_others_is_written_out():
+    # Soft hyphen, zero width space, Arabic mark, isolate, word joiner, a tag beyond 16 bits, no characters.
+    for letter in "\xad\u200b\u061c\u2066\u2060\U000e0041\ufdd0\uffff\U0001fffe":
+        assert visible(f"a{letter}b") == f"a⟨U+{ord(letter):04X}⟩b"
 
 
 def test_the_findings_name_the_best_and_the_worst(traces):

@@ -289,6 +289,8 @@ def test_a_file_is_written_with_its_folder_and_replaces_the_one_before(tmp_path)
     write_whole(path, "first, and longer")
     write_whole(path, "second\r\nñ")
     assert path.read_bytes() == "second\r\nñ".encode()
+    write_whole(path, b"\xff\r\n\x00")
+    assert path.read_bytes() == b"\xff\r\n\x00"
     assert names(path.parent) == ["file.txt"]
 
 

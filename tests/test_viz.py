@@ -26,7 +26,7 @@ from cbresearch.viz.style import REQUEST_COLORS, ink_on
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"&'{{7*7}}$x^{2$\u2028"
 # What ends a line unseen is written out.
-HOSTILE_AS_SHOWN = HOSTILE.replace("\u2028", r"\u2028")
+HOSTILE_AS_SHOWN = HOSTILE.replace("\u2028", "⟨U+2028⟩")
 
 
 def classic(policy):

@@ -104,11 +104,12 @@ def test_block_map_paints_holders_shared_and_cached_blocks(shared):
     (ax,) = viz.block_map(shared).axes
     pixels = by_gid(ax, "blocks").get_array()
     colors = request_colors([shared])
-    assert pixels.shape == (48, len(shared.steps), 3)
+    # A byte a channel: a pool of 100,000 blocks over 2,000 steps would take 5 GB as float64.
+    assert (pixels.shape, pixels.dtype) == ((48, len(shared.steps), 3), np.uint8)
     for step, held in enumerate(BlockMap.of(shared).states()):
         for block in range(48):
             names = held.holders.get(block, ())
-            painted = to_hex(pixels[block, step]).upper()
+            painted = to_hex(pixels[block, step] / 255).upper()
             if len(names) == 1:
                 assert painted == REQUEST_COLORS[colors[names[0]]].upper()
             else:
@@ -292,6 +293,16 @@ def test_ids_and_labels_of_any_letters_are_drawn():
         viz.seats_side_by_side({name: trace}),
     ):
         fig.canvas.draw()
+
+
+@pytest.mark.parametrize("pair", ["1.38 times", "12 %", "3.5 s", "1 step", "90 steps", "70 tokens/s"])
+def test_a_title_breaks_no_number_from_its_unit(pair):
+    for width in np.arange(3, 9, 0.25):
+        fig, ax = plt.subplots(figsize=(width, 2))
+        axes.title(ax, f"one run takes up to {pair} as long as another one does")
+        axes.suptitle(fig, f"one run takes up to {pair} as long as another one does")
+        plt.close(fig)
+        assert pair in ax.get_title("left") and pair in fig.get_suptitle()
 
 
 def test_runs_without_a_step_can_be_drawn():

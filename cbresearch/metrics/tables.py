@@ -99,6 +99,8 @@ def kpi_table(
 ) -> list[KpiRow]:
     """Return the key figures of runs side by side, for the console and the report.
 
+    Failed and aborted requests have a row each where a run has any.
+
     Args:
         traces: The runs by label; the values of each row are in this order.
         bytes_per_token: KV bytes of one token; without it the peak is given in tokens.
@@ -119,6 +121,11 @@ def kpi_table(
         sample = name.lower()
         return row(f"{name} {rank}", unit, f"{sample}_{rank}_s", scale, sample)
 
+    ended = [
+        row(f"requests {kind}", "", f"num_{kind}")
+        for kind in ("failed", "aborted")
+        if any(run[f"num_{kind}"] for run in runs)
+    ]
     if bytes_per_token is None:
         peak = row("peak KV memory", "tokens", "peak_kv_tokens")
     else:
@@ -157,6 +164,7 @@ def kpi_table(
         row("preemptions", "", "num_preemptions"),
         row("requests served", "", "num_finished"),
         row("requests refused", "", "num_refused"),
+        *ended,
         *promised,
         *costs,
     ]

@@ -10,13 +10,19 @@ from pathlib import Path
 from typing import Any
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file so that it appears whole or not at all."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file so that it appears whole or not at all.
+
+    Args:
+        path: Where; its folder is made if it is not there.
+        content: A text, which is written as UTF-8 with its newlines as they are, or bytes.
+    """
+    content = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except BaseException:

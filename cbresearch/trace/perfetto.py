@@ -35,12 +35,8 @@ def write_perfetto(trace: "Trace", path: str | Path) -> Path:
     """Write the run so that Perfetto opens it; see `Trace.to_perfetto`."""
     path = Path(path)
     text = json.dumps(chrome_trace(trace), separators=(",", ":"), allow_nan=False)
-    if path.suffix == ".gz":
-        # No time and no name inside, so that the same run gives the same bytes.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
-    else:
-        write_whole(path, text)
+    # No time and no name inside, so that the same run gives the same bytes.
+    write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
     return path
 
 

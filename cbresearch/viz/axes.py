@@ -170,7 +170,7 @@ def suptitle(fig: Figure, text: str) -> None:
 
 def _wrapped(text: str, letters: int) -> str:
     """Return a text in lines of at most so many letters, a number and its unit on one."""
-    joined = re.sub(r"(?<=\d) (?=(?:%|s|ms|µs|steps?|tokens?/s)(?:\W|$))", "\0", text)
+    joined = re.sub(r"(?<=\d) (?=(?:%|s|ms|µs|steps?|times|tokens?/s)(?:\W|$))", "\0", text)
     return textwrap.fill(joined, letters).replace("\0", " ")
 
 

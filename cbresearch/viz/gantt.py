@@ -13,7 +13,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from cbresearch.trace import Trace
-from cbresearch.viz import style
+from cbresearch.viz import style, words
 from cbresearch.viz.axes import PADDING, Clock, figure_of, padding_patch
 from cbresearch.viz.seating import Sitting, sittings
 
@@ -133,7 +133,7 @@ def _label_stays(
             continue
         span = max(served, key=lambda span: span.end - span.first)
         left, right = starts[span.first], ends[span.end - 1]
-        label = stay.request_id if stay.request_id.isprintable() else ascii(stay.request_id)
+        label = words.visible(stay.request_id, lines=False)
         # The cross of a preemption covers the end of the bar.
         right -= (0.9 if stay.outcome == "preempted" else 0) * per_letter
         if (len(label) + 0.6) * per_letter <= right - left:

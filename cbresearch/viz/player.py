@@ -7,7 +7,7 @@ from typing import Any
 
 from cbresearch.trace import Trace
 from cbresearch.viz import words
-from cbresearch.viz.player_data import Bounds, left_out, player_data, visible
+from cbresearch.viz.player_data import Bounds, left_out, player_data
 from cbresearch.viz.player_strip import strip_png
 from cbresearch.viz.seating import request_colors
 from cbresearch.viz.templates import asset, render, script_json
@@ -67,10 +67,10 @@ def _strips(traces: Mapping[str, Trace], max_steps: int) -> list[tuple[str, str,
     longest = max(trace.duration for trace in cut.values())
     return [
         (
-            visible(label),
+            name,
             strip_png(trace.steps, trace.scheduler.max_num_seqs, longest, colors),
-            f"{words.seats_finding(trace, visible(label))}, {words.duration(trace.duration)}.",
+            f"{words.seats_finding(trace, name)}, {words.duration(trace.duration)}.",
         )
-        for label, trace in cut.items()
+        for name, trace in ((words.visible(label, lines=False), trace) for label, trace in cut.items())
         if trace.steps
     ]

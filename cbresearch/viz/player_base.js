@@ -88,8 +88,11 @@ function tableRow(body, texts, numeric) {
   });
 }
 
-const last = Math.max(0, ...data.runs.map((run) => run.end[run.end.length - 1] || 0));
-const longest = Math.max(last, ...data.runs.map((run) => run.duration));
+// Not by spreading: a call takes only so many arguments, and a run may have more steps and requests.
+const largest = (values, least) => values.reduce((most, value) => Math.max(most, value), least);
+const smallest = (values, most) => values.reduce((least, value) => Math.min(least, value), most);
+const last = largest(data.runs.map((run) => run.end[run.end.length - 1] || 0), 0);
+const longest = largest(data.runs.map((run) => run.duration), last);
 function scaleOf(value) {
   return value >= 1 || value <= 0 ? [1, "s"] : value >= 1e-3 ? [1e3, "ms"] : [1e6, "µs"];
 }

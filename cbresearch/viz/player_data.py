@@ -1,8 +1,7 @@
 """What the player's scripts read: recorded runs as plain values, compact and bounded."""
 
-import unicodedata
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -76,7 +75,7 @@ def player_data(
             if request_id in places and number != len(records[request_id].tokens)
         ]
     return {
-        "ids": [visible(request_id) for request_id in places],
+        "ids": [_name(request_id) for request_id in places],
         "colors": [
             looks.get(request_id, place % len(REQUEST_COLORS)) for request_id, place in places.items()
         ],
@@ -84,7 +83,7 @@ def player_data(
         "inks": [ink_on(color) for color in REQUEST_COLORS],
         "requests": [_request(records[request_id]) for request_id in places],
         "runs": runs,
-        "workload": [_workload(trace) for trace in traces.values()],
+        "workload": _workload(list(traces.values()), records.values()),
         "kpi": [[row.name, row.unit, list(row.values), list(row.sizes)] for row in kpi_table(traces)],
         "speedups": _speed_ups(traces),
         "predictions": [_prediction(row) for row in predictions],
@@ -93,11 +92,6 @@ def player_data(
             for place, trace in enumerate(traces.values())
         ],
     }
-
-
-def visible(text: str) -> str:
-    """Return a text with what a reader could not see, or what would move the rest, by its code point."""
-    return "".join(_visible(character) for character in text)
 
 
 def packed(values: Sequence[int]) -> list[int] | list[list[int]]:
@@ -113,7 +107,7 @@ def packed(values: Sequence[int]) -> list[int] | list[list[int]]:
 
 def left_out(label: str, trace: Trace, bounds: Bounds) -> list[str]:
     """Return sentences on what of a run the player does not show."""
-    name, total, listed = visible(label), len(trace.steps), len(trace.served)
+    name, total, listed = _name(label), len(trace.steps), len(trace.served)
     if not total:
         return [f"{name}: no step was run, so there is nothing to play."]
     sentences = []
@@ -127,13 +121,8 @@ def left_out(label: str, trace: Trace, bounds: Bounds) -> list[str]:
     return sentences
 
 
-def _visible(character: str) -> str:
-    code = ord(character)
-    kind = unicodedata.category(character)
-    # Joiners hold emoji and some scripts together, and do no harm.
-    if kind in ("Cc", "Cf", "Cs", "Zl", "Zp") and code not in (0x200C, 0x200D):
-        return f"⟨U+{code:04X}⟩"
-    return character
+def _name(text: str) -> str:
+    return words.visible(text, lines=False)
 
 
 def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str, int]) -> dict[str, Any]:
@@ -152,8 +141,8 @@ def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str,
         num_tokens += sum(entry.samples for entry in record.plan.scheduled) - num_failed
         out.append(num_tokens)
     run = {
-        "label": visible(label),
-        "policy": visible(trace.policy),
+        "label": _name(label),
+        "policy": _name(trace.policy),
         "seats": trace.scheduler.max_num_seqs,
         "budget": trace.scheduler.max_num_batched_tokens,
         "blocks": trace.cache.num_blocks,
@@ -186,9 +175,7 @@ def _run(label: str, trace: Trace, cut: Trace, bounds: Bounds, places: dict[str,
             if record.finish_reason not in (None, "length") and record.id in places
         ],
         "refused": [
-            [visible(record.id), visible(record.error or "")]
-            for record in trace.requests
-            if record.is_refused
+            [_name(record.id), _name(record.error or "")] for record in trace.requests if record.is_refused
         ][: bounds.requests],
         "num_refused": sum(record.is_refused for record in trace.requests),
         "reasons": _reasons(steps),
@@ -328,11 +315,17 @@ def _request(record: RequestRecord) -> list[Any]:
     ]
 
 
-def _workload(trace: Trace) -> dict[str, int]:
+def _workload(traces: Sequence[Trace], served: Collection[RequestRecord]) -> dict[str, int | bool]:
+    """Return how many requests some run serves, what they want, and whether the runs share them."""
+
+    def is_common(names: Sequence[set[str]]) -> bool:
+        return all(one == names[0] for one in names)
+
     return {
-        "requests": len(trace.served),
-        "prompt": sum(record.num_prompt_tokens or 0 for record in trace.served),
-        "output": sum(len(record.tokens) for record in trace.served),
+        "requests": len(served),
+        "output": sum(len(record.tokens) for record in served),
+        "is_shared": is_common([{record.id for record in trace.requests} for trace in traces]),
+        "is_served_by_all": is_common([{record.id for record in trace.served} for trace in traces]),
     }
 
 
@@ -343,7 +336,7 @@ def _speed_ups(traces: Mapping[str, Trace]) -> list[list[Any]]:
     for label, trace in traces.items():
         ratio = speed_up(traces[first], trace)
         if ratio is not None and label != first:
-            found.append([visible(label), visible(first), words.number(ratio)])
+            found.append([_name(label), _name(first), words.number(ratio)])
     return found
 
 
@@ -351,7 +344,7 @@ def _prediction(row: Sequence[Any]) -> list[str]:
     if len(row) != 4:
         raise ValueError(f"prediction {tuple(row)!r} must be (quantity, predicted, measured, relative error)")
     quantity, predicted, measured, error = row
-    return [visible(str(quantity)), words.number(predicted), words.number(measured), words.percent(error)]
+    return [_name(str(quantity)), words.number(predicted), words.number(measured), words.percent(error)]
 
 
 def _short(seconds: float) -> float | int:

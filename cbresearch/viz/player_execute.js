@@ -46,7 +46,7 @@ function buildRun(parent, run) {
     value.dataset.name = ["waiting", "out", "held"][place];
     return { fill: element(bar, "span"), value };
   });
-  view.mostWaiting = run.waiting.reduce((most, waiting) => Math.max(most, waiting), 1);
+  view.mostWaiting = largest(run.waiting, 1);
   view.queue = element(card, "div", "cbr-queue");
   view.blocks = buildBlocks(card, run);
   return view;
@@ -83,11 +83,11 @@ function drawRun(run, view, time) {
     write(tile.who, stay ? data.ids[stay.request] : "");
     const wanted = stay ? outputOf(run, stay.request) : 0;
     const text = !stay ? "seat " + seat : now.kind === PADDING ? "finished" : now.kind === HELD ? "not served"
-      : now.prefill ? "prompt" + (now.prefill < 100 ? " " + now.prefill : "") : count(now.tokens) + " / " + count(wanted);
+      : now.prefill ? (now.isAgain ? "again" : "prompt") + (now.prefill < 100 ? " " + now.prefill : "") : count(now.tokens) + " / " + count(wanted);
     write(tile.what, text);
     tile.bar.style.width = stay && wanted ? (100 * now.tokens) / wanted + "%" : "0";
     const label = "seat " + seat + ": " + (stay ? data.ids[stay.request] + ", " + KIND_NAMES[now.kind] + ", " +
-      (now.prefill ? "prefill of " + counted(now.prefill, "token") + ", " : "") +
+      (now.prefill ? (now.isAgain ? "again " : "") + "prefill of " + counted(now.prefill, "token") + ", " : "") +
       now.tokens + " of " + counted(wanted, "output token") : "empty");
     put(tile, "aria-label", label);
     put(tile, "title", label);
@@ -99,20 +99,27 @@ function drawRun(run, view, time) {
     " computed for nothing, " + number.held + " seated but not served, " + number.empty + " empty");
   const length = run.end[run.end.length - 1] || 0;
   view.done.style.width = (length ? Math.min(100, (100 * time) / length) : 0) + "%";
-  const waiting = runs ? run.waiting[step] : 0, out = step < 0 ? 0 : run.out[step], held = runs ? run.held[step] : 0;
+  const outside = queueAt(run, at, time);
+  const waiting = outside.number, out = step < 0 ? 0 : run.out[step], held = runs ? run.held[step] : 0;
   meter(view.meters[0], waiting, view.mostWaiting, count(waiting));
   meter(view.meters[1], out, run.tokens, count(out) + " of " + count(run.tokens));
   meter(view.meters[2], held, run.blocks > 3 * run.peak ? run.peak : run.blocks, count(held) + " of " + count(run.blocks));
-  drawQueue(run, view.queue, at);
+  drawQueue(run, view.queue, outside);
   drawBlocks(run, view.blocks, at);
   const lines = story(run, at, time);
   tell(view.story, lines);
   return run.label + ": " + lines.map(([, text]) => text).join("; ") + ".";
 }
 
-function drawQueue(run, box, { step, runs }) {
-  const { swapped, waiting } = runs ? queue(run, step) : { swapped: [], waiting: [] };
-  const number = runs ? run.waiting[step] : 0, numSwapped = runs ? run.swapped[step] : 0;
+// Who waits at a moment, and how many: in a step as the run counted them, who is not listed included.
+function queueAt(run, { step, runs, final }, time) {
+  if (runs) return { ...queue(run, step), number: run.waiting[step], numSwapped: run.swapped[step] };
+  if (final || !run.start.length) return { swapped: [], waiting: [], number: 0, numSwapped: 0 };
+  const { swapped, waiting } = queue(run, step, time);
+  return { swapped, waiting, number: swapped.length + waiting.length, numSwapped: swapped.length };
+}
+
+function drawQueue(run, box, { swapped, waiting, number, numSwapped }) {
   const key = [number, numSwapped, followed, ...swapped.slice(0, MAX_QUEUE), "/", ...waiting.slice(0, MAX_QUEUE)].join(" ");
   if (box.dataset.key === key) return;
   box.dataset.key = key;
@@ -152,12 +159,21 @@ function tell(list, lines) {
 function story(run, at, time) {
   const { step, runs } = at;
   if (!run.start.length) return [["○", "no step was run"]];
-  if (step < 0) return [["○", "nothing has arrived yet"]];
   if (at.isCut) return [["○", "the recording is shown up to here"]];
   if (at.final) return [["✓", "all is done: " + counted(run.out[step], "token") + " in " + counted(run.steps, "step")],
     ...(time < last ? [["○", "the others go on"]] : [])];
-  if (!runs) return [["○", "idle: nobody is there to be served before " + seconds(run.start[step + 1])]];
+  if (!runs) return [["○", idling(run, step, queueAt(run, at, time).number, time)]];
   return [...leaving(run, step), ...joining(run, step), ...computing(run, step), ...moving(run, step), ...waitingFor(run, step)];
+}
+
+// Nobody runs since nobody is there, or since those who are wait for more to come.
+function idling(run, step, number, time) {
+  const next = seconds(run.start[step + 1]);
+  if (number) return "idle: " + count(number) + (number > 1 ? " wait" : " waits") + " for the next batch, which begins at " + next;
+  const coming = data.requests.map(([arrival], request) => arrival > time && isThere(run, request, step + 1) ? arrival : Infinity);
+  const first = seconds(smallest(coming, run.start[step + 1]));
+  const nobody = step < 0 ? "nothing has arrived yet" : "idle: nobody is there to be served before " + first;
+  return nobody + (first === next ? "" : "; the next batch begins at " + next);
 }
 
 function leaving(run, step) {
@@ -193,22 +209,26 @@ function joining(run, step) {
 }
 
 function computing(run, step) {
-  const prefills = [], decodes = [], padded = [], finished = [];
-  let tokens = 0;
+  const prefills = { requests: [], tokens: 0 }, again = { requests: [], tokens: 0 };
+  const decodes = [], padded = [], finished = [];
   for (let seat = 0; seat < run.seats; seat += 1) {
     const stay = run.stays[run.cells[step * run.seats + seat] - 1];
     if (!stay) continue;
     const now = doing(run, stay, step);
     if (now.kind === PADDING) padded.push(stay);
     if (now.kind !== SERVED) continue;
-    if (now.prefill) prefills.push(stay.request);
-    else decodes.push(stay.request);
-    tokens += now.prefill;
+    if (now.prefill) {
+      const part = now.isAgain ? again : prefills;
+      part.requests.push(stay.request);
+      part.tokens += now.prefill;
+    } else decodes.push(stay.request);
     if (stay.outcome === FINISHED && stay.done === step + 1) finished.push(stay);
   }
   const lines = [], parts = [];
   const all = (requests) => requests.length === 1 || requests.length <= MAX_NAMED ? ids(requests) : counted(requests.length, "request");
-  if (prefills.length) parts.push(all(prefills) + (prefills.length > 1 ? " compute " : " computes ") + counted(tokens, "prompt token"));
+  for (const [{ requests, tokens }, verb, what] of [[prefills, " compute", "prompt token"], [again, " recompute", "token"]]) {
+    if (requests.length) parts.push(all(requests) + verb + (requests.length > 1 ? " " : "s ") + counted(tokens, what));
+  }
   if (decodes.length) parts.push(all(decodes) + (decodes.length > 1 ? " decode a token each" : " decodes a token"));
   if (parts.length) lines.push(["●", parts.join("; ")]);
   for (const stay of finished.slice(0, finished.length > 2 ? 0 : 2)) {

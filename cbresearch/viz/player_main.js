@@ -11,7 +11,7 @@ const MODES = [
   ["complete", "Complete", "key figures", false],
 ];
 // Seats as wide as the names need, within reason.
-const longestName = Math.max(0, ...data.ids.map((id) => id.length));
+const longestName = largest(data.ids.map((id) => id.length), 0);
 app.style.setProperty("--seat", Math.min(7.5, Math.max(3.5, 0.8 + 0.5 * longestName)) + "rem");
 
 let followed = -1;

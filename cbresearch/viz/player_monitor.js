@@ -14,12 +14,12 @@ const CHARTS = [
   },
   {
     title: "Queue", unit: "requests without a seat",
-    value: (run, step) => run.waiting[step], most: (run) => Math.max(1, ...run.waiting),
+    value: (run, step) => run.waiting[step], most: (run) => largest(run.waiting, 1),
     text: (run, step) => count(run.waiting[step]),
   },
   {
     title: "Throughput so far", unit: "output tokens / s", lasts: true,
-    value: (run, step) => run.rate[step], most: (run) => Math.max(0, ...run.rate),
+    value: (run, step) => run.rate[step], most: (run) => largest(run.rate, 0),
     text: (run, step) => short(run.rate[step]),
   },
   {
@@ -41,7 +41,7 @@ function buildMonitor(panel) {
     const card = element(grid, "section", "cbr-card cbr-chart");
     const head = element(card, "h3", "", chart.title);
     element(head, "small", "", chart.unit);
-    const most = Math.max(1e-12, ...data.runs.map(chart.most));
+    const most = largest(data.runs.map(chart.most), 1e-12);
     const gauges = data.runs.map((run) => {
       const row = element(card, "div", "cbr-gauge");
       swatch(row, run);

@@ -82,7 +82,7 @@ function columns(run, steps) {
       for (let rest = stay.spans[at + 1]; rest > 0; rest -= 1, step += 1) if (column) column[step] += 1;
     }
   }
-  const first = Math.min(...data.requests.map((request) => request[0]));
+  const first = smallest(data.requests.map((request) => request[0]), Infinity);
   let rows = 0, tokens = 0, slots = 0;
   run.usedSoFar = [];
   run.emptySoFar = [];
@@ -129,22 +129,26 @@ function doing(run, stay, step) {
     if (step < at + stay.spans[place + 1]) kind = stay.spans[place];
     at += stay.spans[place + 1];
   }
-  let prefill = 0, tokens = stay.tokens + served;
+  let prefill = 0, isAgain = false, tokens = stay.tokens + served;
   for (let place = 0; place < stay.prefills.length; place += 3) {
     const when = stay.first + stay.prefills[place];
     if (when > step) break;
-    if (when === step) prefill = stay.prefills[place + 1];
     if (!stay.prefills[place + 2]) tokens -= 1;
+    if (when !== step) continue;
+    prefill = stay.prefills[place + 1];
+    // Whoever lost its KV behind its first token computes its output again with the prompt.
+    isAgain = tokens - stay.prefills[place + 2] > 0;
   }
-  return { kind, prefill, tokens: Math.min(tokens, outputOf(run, stay.request)) };
+  return { kind, prefill, isAgain, tokens: Math.min(tokens, outputOf(run, stay.request)) };
 }
 
-// Who waits in a step: swapped ones, then the preempted, then by arrival; only who is listed has a name.
-function queue(run, step) {
+// Who waits in a step, or at a moment behind it when nobody runs: swapped ones, then the preempted, then by
+// arrival; only who is listed has a name.
+function queue(run, step, time) {
   const waiting = [], swapped = [], preempted = [];
-  const now = run.start[step];
+  const now = time === undefined ? run.start[step] : time;
   data.requests.forEach(([arrival], request) => {
-    if (arrival > now || run.absent.has(request) || run.gone.get(request) <= step) return;
+    if (arrival > now || !isThere(run, request, time === undefined ? step : step + 1)) return;
     const stays = run.staysOf.get(request) || [];
     let lost = null;
     for (const stay of stays) {
@@ -159,6 +163,11 @@ function queue(run, step) {
   preempted.sort((one, other) => other[0] - one[0]);
   waiting.sort((one, other) => data.requests[one][0] - data.requests[other][0] || one - other);
   return { swapped, waiting: [...preempted.map(([, request]) => request), ...waiting] };
+}
+
+// Whether a run has a request to serve, and has not aborted it by a step.
+function isThere(run, request, step) {
+  return !run.absent.has(request) && !(run.gone.get(request) <= step);
 }
 
 // The tables that there are in a step, of both pools.

@@ -1,13 +1,16 @@
 // The first tab: who wants what, from which seats and which pool.
 function buildStart(panel, begin) {
-  const [run] = data.runs, work = data.workload[0];
+  const [run] = data.runs, work = data.workload;
   const alike = (name) => data.runs.every((other) => other[name] === run[name]);
   const labels = data.runs.map((other) => other.label);
   const intro = element(panel, "p", "cbr-lead");
-  intro.textContent = counted(work.requests, "request") + " want" + (work.requests === 1 ? "s" : "") + " " +
+  const together = work.is_served_by_all ? " serve the same requests on one clock; they differ in who may sit down when."
+    : work.is_shared ? " are given the same requests on one clock; they differ in who may sit down when, and in whom they refuse."
+      : " play on one clock; each is given requests of its own.";
+  intro.textContent = !work.requests ? "No request was served."
+    : counted(work.requests, "request") + " want" + (work.requests === 1 ? "s" : "") + " " +
     counted(work.output, "token") + " from " + (alike("seats") ? counted(run.seats, "seat") : "a few seats") + ". " +
-    (labels.length > 1 ? some(labels, 6) + " serve the same requests on one clock; they differ in who may sit down when."
-      : labels[0] + " serves them, step by step.");
+    (labels.length > 1 ? some(labels, 6) + together : labels[0] + " serves them, step by step.");
   const go = named(button(panel, "cbr-button cbr-main cbr-begin", "▶ Press play", begin), "begin");
   go.title = "play the runs from the first step";
   const grid = element(panel, "div", "cbr-start");
@@ -42,7 +45,7 @@ function buildStart(panel, begin) {
 }
 
 function listRequests(parent) {
-  const most = Math.max(1, ...data.requests.map(([, prompt, output]) => (prompt || 0) + output));
+  const most = largest(data.requests.map(([, prompt, output]) => (prompt || 0) + output), 1);
   const listed = data.requests.slice(0, 200);
   const later = listed.some(([arrival]) => arrival > 0);
   const body = table(parent, "Requests in order, with the length of prompt and output in tokens",
@@ -57,8 +60,8 @@ function listRequests(parent) {
     second.style.width = (100 * output) / most + "%";
     second.style.background = data.fills[data.colors[request]];
   });
-  if (data.workload[0].requests > listed.length) {
-    element(parent, "p", "cbr-quiet", "The first " + count(listed.length) + " of " + count(data.workload[0].requests) + " are listed.");
+  if (data.workload.requests > listed.length) {
+    element(parent, "p", "cbr-quiet", "The first " + count(listed.length) + " of " + count(data.workload.requests) + " are listed.");
   }
 }
 

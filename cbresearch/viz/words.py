@@ -1,7 +1,7 @@
 """Numbers and findings as a reader wants them: with units, rounded, and a dash where there is none."""
 
 import math
-import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
@@ -41,16 +41,20 @@ def percent(value: float | None) -> str:
     return f"{100 * value:+.3g} %".replace("-", "−")
 
 
-def visible(text: str) -> str:
-    r"""Return a text with characters that would not be seen, or would reorder others, written out.
+def visible(text: str, *, lines: bool = True) -> str:
+    """Return a text with what would not be seen, or would reorder the rest, by its code point: "⟨U+001B⟩".
 
-    Control characters appear as their pictures, such as "␀"; line and paragraph separators, marks of writing
-    direction and lone surrogates as escapes, such as "\u202e". Newlines and tabs stay.
+    Those are control characters, line and paragraph separators, marks of writing direction, what has no
+    width, lone surrogates and what is no character.
 
     Args:
         text: Any text.
+        lines: Whether newlines and tabs stay as they are, as in a prompt; an id or a label has no lines.
     """
-    return "".join(_visible(letter) for letter in text) if _UNSEEN.search(text) else text
+    kept = _JOINERS + ("\n\t" if lines else "")
+    return "".join(
+        f"⟨U+{ord(letter):04X}⟩" if _is_unseen(letter) and letter not in kept else letter for letter in text
+    )
 
 
 def duration(seconds: float | None) -> str:
@@ -332,17 +336,12 @@ def _pool_shares(trace: Trace) -> dict[str, float]:
     return {name: share for name in _IN_WORDS if (share := shares[name]) is not None}
 
 
-def _visible(letter: str) -> str:
-    if not _UNSEEN.match(letter):
-        return letter
-    code = ord(letter)
-    if code < 0x20 or code == 0x7F:
-        return chr(0x2400 + (code if code < 0x20 else 0x21))
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+# They hold emoji and some scripts together, and do no harm.
+_JOINERS = "\u200c\u200d"
 
 
-# C0 and C1 without tab and newline; then separators, directions, what has no width, and lone surrogates.
-_UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"
-    "\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\ufffe\uffff\ud800-\udfff]"
-)
+def _is_unseen(letter: str) -> bool:
+    if letter.isprintable():
+        return False
+    is_no_character = ord(letter) & 0xFFFE == 0xFFFE or 0xFDD0 <= ord(letter) <= 0xFDEF
+    return is_no_character or unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")

@@ -164,10 +164,10 @@ def block_map(
     else:
         fig, ax = axes.axes(ax, height=2.0 + min(5.0, 0.09 * trace.cache.num_blocks))
         num_columns = min(num_steps, max_steps)
-        pixels = np.ones((trace.cache.num_blocks, num_columns, 3))
+        pixels = np.full((trace.cache.num_blocks, num_columns, 3), 255, dtype=np.uint8)
         for place, state in enumerate(BlockMap.of(trace, num_columns).states()):
             for block, color in _block_colors(state, colors, seen).items():
-                pixels[block, place] = to_rgb(color)
+                pixels[block, place] = np.rint(255 * np.array(to_rgb(color)))
         if num_columns:
             extent = (0, num_columns, trace.cache.num_blocks - 0.5, -0.5)
             image = ax.imshow(pixels, aspect="auto", interpolation="nearest", extent=extent)
@@ -213,9 +213,14 @@ def _block_grid(
         )
         ax.add_patch(box)
         names = state.holders.get(block, ())
-        text = names[0] if len(names) == 1 else f"{len(names)} share" if names else ""
+        text = (
+            words.visible(names[0], lines=False)
+            if len(names) == 1
+            else f"{len(names)} share"
+            if names
+            else ""
+        )
         if text and num_columns <= _GRID_COLUMNS and len(text) <= 8:
-            text = text if text.isprintable() else ascii(text)
             center = (place + 0.47, row + 0.46)
             ink = style.ink_on(fill)
             ax.text(*center, text, ha="center", va="center", fontsize=8, color=ink, parse_math=False)
