@@ -46,7 +46,7 @@ test: lint
 	$(CHECKED) $(PY) -m pytest --nbval --nbval-current-env --dist loadscope -n 2 --nbval-cell-timeout=120 notebooks
 
 lab: $(READY)
-	$(PY) -m jupyterlab notebooks
+	$(PY) -m jupyterlab notebooks/00_start_here.ipynb
 
 notebooks: $(READY)
 	$(CHECKED) $(PY) tests/execute_notebooks.py notebooks/*.ipynb
