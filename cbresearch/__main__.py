@@ -4,6 +4,7 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 from cbresearch import policies, workloads
@@ -13,6 +14,7 @@ from cbresearch.experiments import Comparison, compare, compare_simulated
 from cbresearch.metrics import Slo
 
 NUM_ANSWERS_SHOWN = 3
+NUM_ERRORS_SHOWN = 10
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -23,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_options(options)
         slo = _slo(options)
         # Before the work, so that an output folder that cannot be is not found out after it.
-        folder.mkdir(parents=True, exist_ok=True)
+        _make_folder(folder)
         limits = SchedulerConfig(
             options.max_num_seqs, options.max_num_batched_tokens, preemption=options.preemption
         )
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     _write(comparison, folder, options)
-    _show(comparison, folder)
+    _show(comparison, folder, timed=options.command == "compare")
     records = (record for trace in comparison.traces.values() for record in trace.requests)
     return 0 if any(record.is_complete for record in records) else 1
 
@@ -75,6 +77,13 @@ def _check_options(options: argparse.Namespace) -> None:
     price = options.price_per_hour
     if price is not None and not 0 <= price < math.inf:
         raise ValueError(f"--price-per-hour is {price}; it must be a finite number of 0 or more")
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"--output {str(folder)!r} is, or lies in, a file; name a folder") from None
 
 
 def _slo(options: argparse.Namespace) -> Slo | None:
@@ -99,7 +108,8 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         action="append",
         metavar="P",
-        help=f"one of {', '.join(policies.available())}",
+        help=f"one of {', '.join(policies.available())}; options follow a colon, as in static:release or "
+        "past_future:reserved=0.05; repeat --policy to compare",
     )
     limits.add_argument("--output", required=True, metavar="DIR", help="folder for the results")
     limits.add_argument("--max-num-seqs", type=int, default=8, metavar="N", help="seats (default 8)")
@@ -173,7 +183,8 @@ def _parser() -> argparse.ArgumentParser:
         "--cost",
         required=True,
         metavar="linear:T0,T_TOKEN,T_CONTEXT",
-        help="seconds of a step, a token, a context token, and (a fourth number) a block copied or swapped",
+        help="seconds of a step, a token, a context token, and (a fourth number) a block copied or swapped, "
+        "such as linear:0.01,1e-4,1e-7; those left out are 0",
     )
     return parser
 
@@ -198,11 +209,15 @@ def _write(comparison: Comparison, folder: Path, options: argparse.Namespace) ->
     )
 
 
-def _show(comparison: Comparison, folder: Path) -> None:
+def _show(comparison: Comparison, folder: Path, *, timed: bool) -> None:
     print(comparison.kpi_frame().to_string())
     if comparison.predictions:
         print("\nPredicted by the formulas, and measured:")
-        print(comparison.prediction_frame().to_string(float_format=lambda value: f"{value:,.3f}"))
+        print(comparison.prediction_frame().to_string(float_format=_number))
+        if timed:
+            print(
+                "Steps and bytes are counted; a speed-up compares wall-clock times, which other work moves."
+            )
     shown = [answer for answer in comparison.answers if len(answer[1]) > 1][:NUM_ANSWERS_SHOWN]
     for prompt, texts in shown:
         first = next(iter(texts.values()))
@@ -217,11 +232,19 @@ def _show(comparison: Comparison, folder: Path) -> None:
         for record in trace.requests
         if record.error
     }
-    for error in errors.values():
+    for error in islice(errors.values(), NUM_ERRORS_SHOWN):
         print(error, file=sys.stderr)
+    if len(errors) > NUM_ERRORS_SHOWN:
+        print(f"… and {len(errors) - NUM_ERRORS_SHOWN} more; requests.csv has them all", file=sys.stderr)
+    if not any(trace.requests for trace in runs):
+        print("the workload has no requests, so nothing was served", file=sys.stderr)
     print(
         f"\nThe report is {folder / 'report.html'}; results.json, requests.csv and steps.csv lie beside it."
     )
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value and value.is_integer() else f"{value:,.3f}"
 
 
 def _shortened(text: str, limit: int = 300) -> str:

@@ -327,6 +327,39 @@ def test_an_output_folder_that_is_a_file_is_refused_before_the_work(tmp_path, ca
     assert taken.read_text() == "mine"
 
 
+def test_an_output_folder_that_is_a_file_is_named_with_the_option(tmp_path, capsys):
+    workload(tmp_path)
+    taken = tmp_path / "taken"
+    taken.write_text("mine")
+    assert main(simulate_arguments(tmp_path, taken)) == 2
+    assert "--output" in (error := capsys.readouterr().err) and "name a folder" in error
+
+
+def test_a_workload_without_requests_says_so_and_ends_with_1(tmp_path, capsys):
+    assert main(simulate_arguments(tmp_path, workload="chat:n=0")) == 1
+    assert "no requests" in capsys.readouterr().err
+
+
+def test_of_many_refused_requests_a_few_are_shown_and_the_number_of_the_others(tmp_path, capsys):
+    lines = ['{"prompt": 5, "max_tokens": 3}'] * 25
+    arguments = simulate_arguments(
+        tmp_path, num_blocks=1, block_size=1, policy="fcfs", workload=workload(tmp_path, lines)
+    )
+    assert main(arguments) == 1
+    error = capsys.readouterr().err
+    shown = error.count("refused: ")
+    assert 0 < shown < len(lines)
+    assert f"{len(lines) - shown} more" in error
+    assert sum(bool(row["error"]) for row in read(tmp_path / "output").requests) == len(lines)
+
+
+def test_counts_are_printed_whole(capsys, tmp_path):
+    workload(tmp_path, ['{"prompt": 5, "max_tokens": 3000}'])
+    assert main(simulate_arguments(tmp_path, policy=["static", "fcfs"])) == 0
+    (steps,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("static: steps")]
+    assert steps.split()[-3:] == ["3,000", "3,000", "0.000"]
+
+
 @pytest.fixture(scope="module")
 def nobody_fits(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nobody")
