@@ -30,6 +30,9 @@ class CostExecutor:
         cost: The step time.
         outputs: Output token ids by request id, from an earlier run.
         errors: What requests fail of in the place of the token behind those, by request id.
+
+    Raises:
+        TypeError: The cost cannot be called.
     """
 
     def __init__(
@@ -38,6 +41,10 @@ class CostExecutor:
         outputs: Mapping[str, Sequence[int]] | None = None,
         errors: Mapping[str, str] | None = None,
     ) -> None:
+        if not callable(cost):
+            raise TypeError(
+                f"cost is {cost!r}; give a function from a Plan to seconds, such as costs.Linear(step=0.01)"
+            )
         self.cost = cost
         self._outputs = outputs or {}
         self._errors = errors or {}
@@ -174,12 +181,21 @@ def simulate(
         on_step: Called with each step's record.
         then: Says which requests follow on one that ends, as for `serve`.
         fast_forward: Take many steps at once where that makes no difference, as for `serve`.
+
+    Raises:
+        TypeError: The requests are a workload's name, the cost cannot be called, or the policy is none.
+        ValueError: The policy's name or option is unknown, or a step's cost is negative or not finite.
     """
+    if isinstance(requests, str):
+        raise TypeError(
+            f"the requests are {requests!r}; give a list of them, such as workloads.load({requests!r}, rng), "
+            "or ask compare_simulated"
+        )
     requests = list(requests)
     scheduler = scheduler or SchedulerConfig()
     if cache is None:
         cache = roomy_pool(requests, scheduler.max_num_seqs)
-    policy = policies.get(policy) if isinstance(policy, str) else policy
+    policy = policies.get(policy)
     # A cost model that can tell a step's time beforehand is the policy's step-time model as well.
     served = Scheduler(policy, scheduler, cache, getattr(cost, "seconds", None))
     return serve(requests, served, CostExecutor(cost), on_step=on_step, then=then, fast_forward=fast_forward)
@@ -210,7 +226,7 @@ def replay(
         else:
             stopped = record.finish_reason == "stop"
             again.append(replace(request, output_length=len(record.tokens) if stopped else None))
-    policy = policies.get(policy) if isinstance(policy, str) else policy
+    policy = policies.get(policy)
     errors = {record.id: record.error for record in trace.served if record.error is not None}
     executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs, errors)
     repeated = serve(again, Scheduler(policy, trace.scheduler, trace.cache, step_time), executor)

@@ -98,4 +98,5 @@ def table() -> pd.DataFrame:
 
 
 if __name__ == "__main__":
-    print(table().to_string())
+    print("Bytes that the kernel loads and stores, over the least possible:")
+    print(table().to_string(float_format="{:.2f}".format))

@@ -367,3 +367,17 @@ def test_a_replay_looks_ahead_as_the_run_did_if_it_is_given_the_step_time():
     assert [step.plan for step in again.steps] == [step.plan for step in trace.steps]
     blind = replay(trace, requests, "least_slack")
     assert [step.plan for step in blind.steps] != [step.plan for step in trace.steps]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"cost": 0.1}, "cost is 0.1; give a function"),
+        ({"policy": policies.Policy}, "class.*Policy.*built from its class"),
+        ({"requests": "classic60"}, "'classic60'.*workloads.load.*compare_simulated"),
+    ],
+    ids=["a number as a cost", "a class as a policy", "a name as requests"],
+)
+def test_what_is_of_a_wrong_kind_is_named_with_the_remedy(changes, said):
+    with pytest.raises(TypeError, match=said):
+        simulate(**{"requests": [Request("a", 5, 3)], **changes})

@@ -107,7 +107,7 @@ class Engine:
         self.loaded = models.load(model) if isinstance(model, str) else model
         limits = scheduler or SchedulerConfig()
         cache = cache or default_cache(self.loaded.shape, limits)
-        policy = policies.get(policy) if isinstance(policy, str) else policy
+        policy = policies.get(policy)
         carried_out = ModelExecutor(self.loaded, limits, cache, seed=seed, clock=clock, **executor)
         carried_out.warm_up()
         self._loop = Loop(Scheduler(policy, limits, cache), carried_out)

@@ -350,7 +350,7 @@ def _built(policies: Policies) -> list[Policy]:
     given = [policies] if isinstance(policies, str | Policy) else list(policies)
     if not given:
         raise ValueError("no policy is given; name at least one, such as 'fcfs'")
-    built = [get(policy) if isinstance(policy, str) else policy for policy in given]
+    built = [get(policy) for policy in given]
     names = [policy.name for policy in built]
     for place, name in enumerate(names):
         if name in names[:place]:

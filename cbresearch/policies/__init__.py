@@ -127,14 +127,20 @@ def table() -> Mapping[str, Entry]:
     }
 
 
-def get(name: str) -> Policy:
+def get(name: str | Policy) -> Policy:
     """Build a policy from its name, such as `"sjf"` or `"static:release"` or `"past_future:reserved=0.05"`.
 
-    Options follow the name after a colon, separated by commas; one without a value means True.
+    Options follow the name after a colon, separated by commas; one without a value means True. A policy that
+    is built already is returned as it is.
 
     Raises:
+        TypeError: It is neither a name nor a policy, such as a class that was not called.
         ValueError: The name or an option is unknown (near misses are suggested), missing, or of a false kind.
     """
+    if isinstance(name, Policy):
+        return name
+    if not isinstance(name, str):
+        raise TypeError(f"the policy is {name!r}; give the name of one, or a policy built from its class")
     base, _, options = name.partition(":")
     policy = _REGISTRY.get(base)
     if policy is None:

@@ -62,7 +62,8 @@ def table_of(content: bytes) -> str | None:
 def unknown_header(name: str, content: bytes) -> str:
     """Return what to say of a CSV file without a header that is known."""
     columns = _cells(_head(content))
-    known = [column for table in TABLES.values() for column in (table.prompt, table.output)]
+    # Each once, in the order of the table: two kinds may share a column.
+    known = dict.fromkeys(column for table in TABLES.values() for column in (table.prompt, table.output))
     missed = [column for column in columns if column not in known]
     near = suggestion(missed[0], known) if missed else ""
     header = shown(",".join(columns))
