@@ -83,7 +83,7 @@ function drawRun(run, view, time) {
     write(tile.who, stay ? data.ids[stay.request] : "");
     const wanted = stay ? outputOf(run, stay.request) : 0;
     const text = !stay ? "seat " + seat : now.kind === PADDING ? "finished" : now.kind === HELD ? "not served"
-      : now.prefill ? (now.isAgain ? "again" : "prompt") + (now.prefill < 100 ? " " + now.prefill : "") : count(now.tokens) + " / " + count(wanted);
+      : now.prefill ? (now.isAgain ? "again " : "prompt ") + count(now.prefill) : count(now.tokens) + " / " + count(wanted);
     write(tile.what, text);
     tile.bar.style.width = stay && wanted ? (100 * now.tokens) / wanted + "%" : "0";
     const label = "seat " + seat + ": " + (stay ? data.ids[stay.request] + ", " + KIND_NAMES[now.kind] + ", " +
