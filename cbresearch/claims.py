@@ -70,9 +70,14 @@ class Claims:
     """The claims of one notebook, each held against its tolerance when it is made.
 
     As the last value of a cell it shows the table of all of them.
+
+    Args:
+        raises: Whether a claim that does not hold fails. Not for what is measured with a clock: a busy
+            computer is no reason to stop, and the table shows what did not hold.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, raises: bool = True) -> None:
+        self._raises = raises
         self._claims: list[Claim] = []
 
     def check(
@@ -96,7 +101,7 @@ class Claims:
             unit: The unit of both numbers.
 
         Raises:
-            AssertionError: They are farther apart.
+            AssertionError: They are farther apart, or nothing was measured.
             ValueError: The name is taken, a number is not finite, the tolerance is negative, or the
                 prediction is 0 and the tolerance a fraction.
         """
@@ -113,7 +118,7 @@ class Claims:
             raise AssertionError(f"claim {name!r} predicts {predicted} {unit}, and nothing was measured")
         claim = Claim(name, unit, float(predicted), float(measured), float(within), absolute)
         self._claims.append(claim)
-        if not claim.holds:
+        if self._raises and not claim.holds:
             row = claim.row()
             raise AssertionError(
                 f"claim {name!r}: predicted {row['predicted']} {unit}, measured {row['measured']} {unit}; "

@@ -48,6 +48,15 @@ def test_a_claim_that_does_not_hold_fails(change, message):
         made(CLOSE | change)
 
 
+def test_a_claim_of_a_clock_that_does_not_hold_is_shown_instead():
+    timed = Claims(raises=False)
+    timed.check(**CLOSE | {"measured": 3.0})
+    assert [row["holds"] for row in timed.rows()] == [False]
+    assert "NO" in timed._repr_mimebundle_()["text/plain"]
+    with pytest.raises(AssertionError, match="nothing was measured"):
+        timed.check(**EXACT | {"measured": None})
+
+
 @pytest.mark.parametrize(
     ("claims", "message"),
     [
