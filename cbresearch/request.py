@@ -274,6 +274,7 @@ class RequestState:
         request: The immutable request.
         id: Its id.
         order: Position in the order of submission; breaks every tie.
+        queued: Seconds at which the scheduler got to know it; it may have arrived earlier.
         status: The queue it is in.
         seat: Index of the batch slot it holds, or None.
         num_computed_tokens: Tokens whose KV is in the cache.
@@ -281,11 +282,12 @@ class RequestState:
         num_preemptions: How often it lost its seat before it was finished.
         token_times: Seconds at which each output token came out.
         first_scheduled: Seconds at which it first got a seat, or None.
-        num_covered_tokens: Tokens whose KV it has had at any time, computed or found in the prefix cache.
+        num_peak_computed_tokens: Most tokens whose KV it has had at any time, computed or found in the cache.
         num_cached_tokens: Prompt tokens whose KV was found in the prefix cache before it was ever computed.
         num_recomputed_tokens: Tokens computed again because a preemption threw their KV away.
-        num_forgotten_tokens: Tokens whose KV was given back since they fell out of the sliding window.
-        num_carried_tokens: Tokens whose KV comes along from another scheduler when it first joins.
+        num_skipped_tokens: Tokens whose KV was given back since they fell out of the sliding window.
+        num_transferred_tokens: Tokens whose KV comes from another scheduler when it first joins
+            (disaggregated prefill).
         scheduled_step: Index of the last step that served it, or -1.
         finish_reason: "stop", "length", "abort" or "error" once finished.
         logprobs: Those of each output token, if they were asked for.
@@ -299,16 +301,17 @@ class RequestState:
         "id",
         "logprobs",
         "num_cached_tokens",
-        "num_carried_tokens",
+        "num_transferred_tokens",
         "num_computed_tokens",
-        "num_covered_tokens",
-        "num_forgotten_tokens",
+        "num_peak_computed_tokens",
+        "num_skipped_tokens",
         "num_preemptions",
         "num_prompt_tokens",
         "num_recomputed_tokens",
         "num_tokens",
         "order",
         "output_token_ids",
+        "queued",
         "request",
         "scheduled_step",
         "seat",
@@ -316,20 +319,21 @@ class RequestState:
         "token_times",
     )
 
-    def __init__(self, request: Request, order: int) -> None:
+    def __init__(self, request: Request, order: int, queued: float = 0.0) -> None:
         self.request = request
         self.id = request.id
         self.order = order
+        self.queued = queued
         self.status = RequestStatus.WAITING
         self.seat: int | None = None
         self.num_prompt_tokens = request.num_prompt_tokens
         self.num_tokens = self.num_prompt_tokens
         self.num_computed_tokens = 0
-        self.num_covered_tokens = 0
+        self.num_peak_computed_tokens = 0
         self.num_cached_tokens = 0
         self.num_recomputed_tokens = 0
-        self.num_forgotten_tokens = 0
-        self.num_carried_tokens = 0
+        self.num_skipped_tokens = 0
+        self.num_transferred_tokens = 0
         self.num_preemptions = 0
         self.output_token_ids: list[int] = []
         self.token_times: list[float] = []
@@ -339,16 +343,61 @@ class RequestState:
         self.logprobs: list[TokenLogprobs] = []
         self.error: str | None = None
 
-    def take_over(self, begun: "RequestState") -> None:
+    def resume(self, transferred: "RequestState") -> None:
         """Go on where another scheduler stopped, with the KV that it computed."""
-        self.num_tokens = begun.num_tokens
-        self.num_covered_tokens = self.num_carried_tokens = begun.num_computed_tokens
-        self.num_cached_tokens = begun.num_cached_tokens
-        self.num_recomputed_tokens = begun.num_recomputed_tokens
-        self.num_preemptions = begun.num_preemptions
-        self.output_token_ids = list(begun.output_token_ids)
-        self.token_times = list(begun.token_times)
-        self.first_scheduled = begun.first_scheduled
+        self.num_tokens = transferred.num_tokens
+        self.num_peak_computed_tokens = self.num_transferred_tokens = transferred.num_computed_tokens
+        self.num_cached_tokens = transferred.num_cached_tokens
+        self.num_recomputed_tokens = transferred.num_recomputed_tokens
+        self.num_preemptions = transferred.num_preemptions
+        self.output_token_ids = list(transferred.output_token_ids)
+        self.token_times = list(transferred.token_times)
+        self.first_scheduled = transferred.first_scheduled
+
+    @property
+    def arrival(self) -> float:
+        """Return the seconds since the start of the run at which the request arrived."""
+        return self.request.arrival
+
+    @property
+    def client(self) -> str:
+        """Return the client that sent the request."""
+        return self.request.client
+
+    @property
+    def priority(self) -> int:
+        """Return the request's priority; smaller is more urgent."""
+        return self.request.priority
+
+    @property
+    def deadline(self) -> float | None:
+        """Return the seconds since the start of the run by which the answer is wanted."""
+        return self.request.deadline
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the largest number of output tokens."""
+        return self.request.max_tokens
+
+    @property
+    def prompt(self) -> Prompt:
+        """Return the prompt: token ids, or their number."""
+        return self.request.prompt
+
+    @property
+    def predicted_output(self) -> int | None:
+        """Return the number of output tokens that a predictor expects."""
+        return self.request.predicted_output
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Return how the output is chosen."""
+        return self.request.sampling
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """Return the tokens whose KV the request refers to."""
+        return self.num_computed_tokens - self.num_skipped_tokens
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -379,6 +428,26 @@ class RequestState:
         """
         expected = self.request.predicted_output or self.request.max_tokens
         return max(1, expected - len(self.output_token_ids))
+
+    def decode(self, tokens: Sequence[int], times: Sequence[float], last_step: int) -> None:
+        """Take in consecutive decode steps.
+
+        Args:
+            tokens: New token ids, one a step.
+            times: Seconds at which they came out.
+            last_step: Index of the last step.
+        """
+        start, number = self.num_computed_tokens, len(tokens)
+        end = self.num_computed_tokens = start + number
+        peak = self.num_peak_computed_tokens
+        if start < peak:
+            self.num_recomputed_tokens += min(end, peak) - start
+        if end > peak:
+            self.num_peak_computed_tokens = end
+        self.num_tokens += number
+        self.scheduled_step = last_step
+        self.output_token_ids += tokens
+        self.token_times += times
 
     def __repr__(self) -> str:
         return (

@@ -1,28 +1,23 @@
 """The one loop: arrivals, clock, steps, finish."""
 
-import gc
 import math
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Protocol
 
-from cbresearch.leap import Leap
-from cbresearch.plan import Plan, StepResult
+from cbresearch import fast_forward as decode_runs
+from cbresearch.fast_forward import Outlook
 from cbresearch.request import Refusal, Request, RequestState
-from cbresearch.scheduler import Foresight, Scheduler, look_ahead
-from cbresearch.scheduler.admission import check_request
-from cbresearch.trace import RequestRecord, StepRecord, Steps, Trace
-
-_NUM_NEW_OBJECTS = 1_000_000
-_NUM_LONG_RUN = 5_000
+from cbresearch.scheduler import Scheduler
+from cbresearch.step import DecodeRun, Plan, StepResult
+from cbresearch.trace import Origin, RequestRecord, StepRecord, Steps, Trace, TraceWriter
 
 
 class Executor(Protocol):
     """Something that carries out plans: a model, or a model of its cost.
 
-    One that knows beforehand what comes of a step has a `foresight`, too (see `scheduler.Foresight`), or None
+    One that knows beforehand what comes of a step has an `outlook`, too (see `fast_forward.Outlook`), or None
     there; many steps are then taken at once.
     """
 
@@ -42,7 +37,7 @@ class Loop:
 
     Args:
         scheduler: A scheduler.
-        executor: Who carries out its plans.
+        executor: Carries out its plans.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:
@@ -56,23 +51,20 @@ class Loop:
             ValueError: What it needs, what there is, and the remedy.
         """
         self.executor.check(request)
-        check_request(request, self.scheduler.config, self.scheduler.blocks)
+        self.scheduler.validate(request)
 
-    def submit(self, request: Request) -> RequestState:
+    def submit(self, request: Request, now: float) -> RequestState:
         """Queue a request.
+
+        Args:
+            request: The request.
+            now: Seconds since the start of the run.
 
         Raises:
             ValueError: The executor or the scheduler can never serve it; nothing has changed.
         """
         self.executor.check(request)
-        return self.scheduler.submit(request)
-
-    def foresight(self) -> Foresight | None:
-        """Return what is needed to take many steps at once, if executor and scheduler allow for it."""
-        kind = type(self.scheduler)
-        if kind.schedule is not Scheduler.schedule or kind.commit is not Scheduler.commit:
-            return None
-        return getattr(self.executor, "foresight", None)
+        return self.scheduler.submit(request, now=now)
 
     def step(self, clock: Callable[[], float]) -> tuple[StepRecord, tuple[RequestState, ...]]:
         """Serve one step; there has to be work.
@@ -107,55 +99,21 @@ class Loop:
         self, plan: Plan, result: StepResult, start: float
     ) -> tuple[StepRecord, tuple[RequestState, ...]]:
         """Take in what a step produced that began at `start` seconds; return as for `step`."""
-        committed = self.scheduler.commit(plan, result, start + result.duration)
-        record = StepRecord(
-            start,
-            result.duration,
-            plan,
-            tuple(state.id for state in committed.finished),
-            *committed[1:],
-            device_duration=result.device_duration,
-        )
-        return record, committed.finished
+        pool, events, finished = self.scheduler.commit(plan, result, start + result.duration)
+        ids = tuple([state.id for state in finished])
+        return StepRecord(start, result.duration, plan, ids, pool, events, result.device_duration), finished
 
 
-@contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Let the garbage collector look for cycles more rarely, as long as this is entered.
-
-    What a run makes is kept or freed by its reference counts, and nothing in it refers to itself. So the
-    collector walks every record and every time in it, again and again, and finds nothing. What a policy or a
-    sink leaves in circles is still found behind so many new objects, which bounds the memory that it takes.
-    """
-    before = gc.get_threshold()
-    # Nothing to do for a run within a run, nor where the collector is off.
-    if not gc.isenabled() or not 0 < before[0] < _NUM_NEW_OBJECTS:
-        yield
-        return
-    # What the caller left in circles must not end up among the old objects.
-    gc.collect(0)
-    gc.set_threshold(_NUM_NEW_OBJECTS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-        if gc.get_count()[0] > _NUM_LONG_RUN and not gc.get_freeze_count():
-            # Together they move all there is to the oldest generation, where it would be by now. Else the
-            # next object that anyone makes would have a long run walked at once, for a fifth of its time.
-            # Circles among it wait for a full collection.
-            gc.freeze()
-            gc.unfreeze()
-
-
-@_rare_collections()
 def serve(
     requests: Iterable[Request | Refusal],
     scheduler: Scheduler,
     executor: Executor,
     *,
     on_step: Callable[[StepRecord], object] | None = None,
-    then: Callable[[RequestRecord], Iterable[Request]] | None = None,
+    on_finish: Callable[[RequestRecord], Iterable[Request]] | None = None,
     fast_forward: bool = True,
+    writer: TraceWriter | None = None,
+    origin: Origin | None = None,
 ) -> Trace:
     """Serve requests until all are finished.
 
@@ -163,227 +121,150 @@ def serve(
     arrival when there is nothing to do. So a run of a real model can be replayed by the simulator.
 
     Args:
-        requests: Who comes; a `Refusal` only keeps its place in the results.
-        scheduler: A scheduler that has served nobody yet.
-        executor: Who carries out the plans.
+        requests: The workload; a `Refusal` only keeps its place in the results.
+        scheduler: A scheduler that has served no request yet.
+        executor: Carries out the plans.
         on_step: Called with each step's record, for a progress bar; every step is then taken by itself.
-        then: Called with the record of each request that ends, a refused one too; returns the requests
+        on_finish: Called with the record of each request that ends, a refused one too; returns the requests
             that its client sends next (a user who waits for an answer, the next turn of a chat). They come
             behind those given, and arrive no earlier than the moment at which they are sent.
         fast_forward: Take many steps at once where the executor knows what comes of them and the policy says
-            that it would decide nothing (`Policy.steady`). The trace is the same, bit for bit.
+            that it would decide nothing (`Policy.fast_forward`). The trace is the same, bit for bit.
+        writer: Gets each step and request as it comes about, so that a run that is killed leaves its trace.
+        origin: The engine behind the executor; by default this package without a model.
 
     Returns:
         The trace. A request that cannot be served is in it with its error; the others are served.
     """
-    collected = _Collected(requests, on_step)
-    given = collected.requests
-    order = sorted(
-        (request.arrival, place) for place, request in enumerate(given) if isinstance(request, Request)
-    )
-    # The list grows by the requests that follow; those are not in this order.
-    upcoming = [(place, given[place]) for _, place in order]
-    _run(
-        iter(upcoming),  # type: ignore[arg-type]
-        Loop(scheduler, executor),
-        collected,
-        then,
-        fast_forward and on_step is None,
-    )
-    parts = collected.parts
+    run = _Run(list(requests), Loop(scheduler, executor), on_step, on_finish, writer)
+    outlook: Outlook | None = None
+    if fast_forward and on_step is None and decode_runs.allows(scheduler):
+        outlook = getattr(executor, "outlook", None)
+    run.serve(outlook)
     return Trace(
         policy=scheduler.policy.name,
         scheduler=scheduler.config,
-        cache=scheduler.blocks.config,
-        steps=Steps(parts) if any(isinstance(part, Leap) for part in parts) else tuple(parts),  # type: ignore[arg-type]
-        requests=tuple(
-            record_of(request, collected.states.get(place), collected.refusals.get(place))
-            for place, request in enumerate(given)
-        ),
+        cache=scheduler.kv.config,
+        steps=Steps(run.parts),
+        requests=run.records(),
+        origin=origin or Origin(),
     )
 
 
-class Sink(Protocol):
-    """Where the records of a run go that is too long to keep them all."""
-
-    def step(self, part: StepRecord | Leap) -> object:
-        """Take a step, or several that were taken at once."""
-
-    def request(self, record: RequestRecord) -> object:
-        """Take a request that is finished or refused."""
-
-
-@_rare_collections()
-def stream(
-    requests: Iterable[Request],
-    scheduler: Scheduler,
-    executor: Executor,
-    sink: Sink,
-    *,
-    then: Callable[[RequestRecord], Iterable[Request]] | None = None,
-    fast_forward: bool = True,
-) -> None:
-    """Serve requests that come one by one, as `serve` does, and keep nothing of those that are finished.
-
-    Args:
-        requests: Who comes, in the order of arrival; each is asked for only when the one before has come.
-        scheduler: A scheduler that has served nobody yet.
-        executor: Who carries out the plans.
-        sink: Where the records go, as they come about.
-        then: As for `serve`.
-        fast_forward: As for `serve`.
-
-    Raises:
-        ValueError: A request arrives before the one that was given before it.
-    """
-    _run(_in_order(requests), Loop(scheduler, executor), _Passed(sink, scheduler), then, fast_forward)
-
-
-def _in_order(requests: Iterable[Request]) -> Iterator[tuple[int, Request]]:
-    last = 0.0
-    for request in requests:
-        if request.arrival < last:
-            raise ValueError(
-                f"request {request.id!r} arrives at {request.arrival} s, before the one given before it, at "
-                f"{last} s; give them in the order of arrival"
-            )
-        last = request.arrival
-        yield 0, request
-
-
-class _Collected:
-    """All that happens in a run."""
+class _Run:
+    """One run on the virtual clock, and what has come of it."""
 
     def __init__(
-        self, requests: Iterable[Request | Refusal], on_step: Callable[[StepRecord], object] | None
+        self,
+        requests: list[Request | Refusal],
+        loop: Loop,
+        on_step: Callable[[StepRecord], object] | None,
+        on_finish: Callable[[RequestRecord], Iterable[Request]] | None,
+        writer: TraceWriter | None,
     ) -> None:
-        self.requests = list(requests)
-        self.states: dict[int, RequestState] = {}
-        self.refusals: dict[int, str] = {}
-        self.parts: list[StepRecord | Leap] = []
-        self._on_step = on_step
+        self.now = 0.0
+        self.parts: list[StepRecord | DecodeRun] = []
+        self._requests, self._loop, self._scheduler = requests, loop, loop.scheduler
+        self._on_step, self._on_finish, self._writer = on_step, on_finish, writer
+        self._states: dict[int, RequestState] = {}
+        self._refusals: dict[int, str] = {}
+        # (arrival, place) of the requests to come, the last first; followers are few and kept by themselves.
+        self._upcoming = sorted(
+            [(entry.arrival, place) for place, entry in enumerate(requests) if isinstance(entry, Request)],
+            reverse=True,
+        )
+        self._followers: list[tuple[float, int]] = []
 
-    def step(self, part: StepRecord | Leap) -> None:
-        self.parts.append(part)
-        if self._on_step is not None and isinstance(part, StepRecord):
-            self._on_step(part)
-
-    def follows(self, request: Request) -> int:
-        self.requests.append(request)
-        return len(self.requests) - 1
-
-    def submitted(self, place: int, state: RequestState) -> None:
-        self.states[place] = state
-
-    def refused(self, place: int, request: Request, error: str) -> None:
-        self.refusals[place] = error
-
-    def finished(self, state: RequestState) -> None:
-        pass
-
-
-class _Passed:
-    """Pass the records on; places play no part."""
-
-    def __init__(self, sink: Sink, scheduler: Scheduler) -> None:
-        self._sink, self._scheduler = sink, scheduler
-        self._leaving: list[str] = []
-        self.step = sink.step
-
-    def follows(self, request: Request) -> int:
-        return 0
-
-    def submitted(self, place: int, state: RequestState) -> None:
-        pass
-
-    def refused(self, place: int, request: Request, error: str) -> None:
-        self._sink.request(record_of(request, None, error))
-
-    def finished(self, state: RequestState) -> None:
-        self._sink.request(record_of(state.request, state))
-        if self._scheduler.policy.keeps_seats:
-            # Whoever is done may still have its row: it can be forgotten with the others of its batch.
-            self._leaving.append(state.id)
-            if self._scheduler.running:
-                return
-        for request_id in self._leaving or (state.id,):
-            self._scheduler.forget(request_id)
-        self._leaving.clear()
-
-
-def _run(
-    upcoming: Iterator[tuple[int, Request]],
-    loop: Loop,
-    sink: _Collected | _Passed,
-    then: Callable[[RequestRecord], Iterable[Request]] | None,
-    fast_forward: bool,
-) -> None:
-    """Serve requests that come in the order of arrival, each with its place, and those that follow."""
-    scheduler = loop.scheduler
-    foresight = loop.foresight() if fast_forward else None
-    coming = next(upcoming, None)
-    followers: list[tuple[float, int, Request]] = []
-    now = 0.0
-
-    def virtual() -> float:
-        return now
-
-    def follow_up(request: Request, state: RequestState | None, error: str | None = None) -> None:
-        for successor in then(record_of(request, state, error)) if then is not None else ():
-            if successor.arrival < now:
-                successor = replace(successor, arrival=now)
-            heappush(followers, (successor.arrival, sink.follows(successor), successor))
-
-    def next_arrival() -> float:
-        arrival = math.inf if coming is None else coming[1].arrival
-        return min(arrival, followers[0][0]) if followers else arrival
-
-    while scheduler.has_work or coming is not None or followers:
-        arrival = next_arrival()
-        if arrival > now and not scheduler.has_work:
-            now = arrival
-        while arrival <= now and (coming is not None or followers):
-            if coming is not None and coming[1].arrival <= arrival:
-                place, request = coming
-                coming = next(upcoming, None)
+    def serve(self, outlook: Outlook | None) -> None:
+        """Serve until no request is left."""
+        scheduler = self._scheduler
+        while True:
+            arrival = self._next_arrival()
+            if not scheduler.has_work:
+                if arrival == math.inf:
+                    return
+                self.now = max(self.now, arrival)
+            while arrival <= self.now:
+                self._submit_next()
+                arrival = self._next_arrival()
+            if not scheduler.has_work:
+                continue
+            wake = scheduler.wakes(self.now)
+            if wake is not None:
+                self.now = min(wake, arrival)
+                continue
+            run = None
+            if outlook is not None:
+                passes_finishes = self._on_finish is None
+                run = decode_runs.fast_forward(scheduler, outlook, self.now, arrival, passes_finishes)
+            if run is not None:
+                part, finished = run
+                self.now = part.ends[-1]
+                self._add(part, {})
             else:
-                _, place, request = heappop(followers)
-            try:
-                sink.submitted(place, loop.submit(request))
-            except ValueError as error:
-                sink.refused(place, request, str(error))
-                follow_up(request, None, str(error))
-            arrival = next_arrival()
-        if not scheduler.has_work:
-            continue
-        wake = scheduler.wakes(now)
-        if wake is not None:
-            now = min(wake, arrival)
-            continue
-        ahead = None
-        if foresight is not None:
-            ahead = look_ahead(scheduler, foresight, now, arrival, passes_finishes=then is None)
-        if ahead is not None:
-            sink.step(ahead.leap)
-            now, finished = ahead.leap.ends[-1], ahead.finished
+                plan = scheduler.schedule(self.now)
+                result = self._loop.execute(plan)
+                record, finished = self._loop.finish(plan, result, self.now)
+                self.now = record.end
+                self._add(record, result.tokens)
+                if self._on_step is not None:
+                    self._on_step(record)
+            if self._writer is not None or self._on_finish is not None:
+                for state in finished:
+                    self._end(state.request, state, None)
+
+    def records(self) -> tuple[RequestRecord, ...]:
+        """Return the record of each request, in the order in which they were given."""
+        return tuple(
+            [
+                record_of(request, self._states.get(place), self._refusals.get(place))
+                for place, request in enumerate(self._requests)
+            ]
+        )
+
+    def _next_arrival(self) -> float:
+        arrival = self._upcoming[-1][0] if self._upcoming else math.inf
+        return min(arrival, self._followers[0][0]) if self._followers else arrival
+
+    def _submit_next(self) -> None:
+        is_given = bool(self._upcoming) and self._upcoming[-1][0] <= self._next_arrival()
+        _, place = self._upcoming.pop() if is_given else heappop(self._followers)
+        request = self._requests[place]
+        assert isinstance(request, Request)
+        try:
+            state = self._states[place] = self._loop.submit(request, self.now)
+        except ValueError as error:
+            self._refusals[place] = str(error)
+            self._end(request, None, str(error))
         else:
-            step, finished = loop.step(virtual)
-            now = step.end
-            sink.step(step)
-        for state in finished:
-            sink.finished(state)
-            if then is not None:
-                follow_up(state.request, state)
+            if self._writer is not None:
+                self._writer.queued(record_of(request, state))
+
+    def _add(self, part: StepRecord | DecodeRun, tokens: Mapping[str, int]) -> None:
+        self.parts.append(part)
+        if self._writer is not None:
+            self._writer.step(part, tokens)
+
+    def _end(self, request: Request, state: RequestState | None, error: str | None) -> None:
+        """Pass on what became of a request, and take the requests that its client sends next."""
+        record = record_of(request, state, error)
+        if self._writer is not None:
+            self._writer.request(record)
+        for successor in self._on_finish(record) if self._on_finish is not None else ():
+            if successor.arrival < self.now:
+                successor = replace(successor, arrival=self.now)
+            self._requests.append(successor)
+            heappush(self._followers, (successor.arrival, len(self._requests) - 1))
 
 
 def record_of(
     request: Request | Refusal, state: RequestState | None, error: str | None = None
 ) -> RequestRecord:
-    """Return what there is to know of a request.
+    """Return the record of a request.
 
     Args:
-        request: What was asked for.
-        state: How far it came, or None if it was refused.
+        request: The request.
+        state: Its state in the scheduler, or None if it was refused.
         error: Why it was refused.
     """
     if isinstance(request, Refusal):
@@ -399,6 +280,7 @@ def record_of(
         num_prompt_tokens=state.num_prompt_tokens,
         max_tokens=request.max_tokens,
         client=request.client,
+        queued=state.queued,
         first_scheduled=state.first_scheduled,
         tokens=tuple(state.output_token_ids),
         token_times=tuple(state.token_times),

@@ -1,23 +1,41 @@
 """Serve requests without a model: a cost model says how long each step takes."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from heapq import nlargest
+from typing import NamedTuple
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear, Recorded
-from cbresearch.plan import Plan, StepResult
+from cbresearch.fast_forward import Outlook
 from cbresearch.policies import Policy
 from cbresearch.request import Refusal, Request, RequestState
-from cbresearch.scheduler import Foresight, Scheduler
+from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
-from cbresearch.trace import RequestRecord, StepRecord, Trace
+from cbresearch.step import Plan, StepResult
+from cbresearch.trace import RequestRecord, StepRecord, Trace, TraceWriter
 
-_MAX_ROOMY_TOKENS = 2**20
+_MAX_UNLIMITED_TOKENS = 2**20
 
 UNIT_STEP = Linear(step=1.0)
 """One second a step, whatever is in it."""
+
+
+class _Length(NamedTuple):
+    """What is known beforehand of a running request's output, in tokens.
+
+    Attributes:
+        prompt: The prompt's.
+        output: After which the answer really ends, or None.
+        most: After which it is cut off.
+        end: Of prompt and output together at the end.
+    """
+
+    prompt: int
+    output: int | None
+    most: int
+    end: int
 
 
 class CostExecutor:
@@ -29,7 +47,7 @@ class CostExecutor:
     Args:
         cost: The step time.
         outputs: Output token ids by request id, from an earlier run.
-        errors: What requests fail of in the place of the token behind those, by request id.
+        errors: Error messages by request id, of requests that fail in the place of the token behind those.
 
     Raises:
         TypeError: The cost cannot be called.
@@ -48,9 +66,7 @@ class CostExecutor:
         self.cost = cost
         self._outputs = outputs or {}
         self._errors = errors or {}
-        # Of who runs: the prompt's length, the output's if it is known, and the most that it can be; then
-        # the length of both together at the end.
-        self._lengths: dict[str, tuple[int, int | None, int, int]] = {}
+        self._lengths: dict[str, _Length] = {}
 
     def check(self, request: Request) -> None:
         """Accept every request: a length is enough here."""
@@ -63,13 +79,13 @@ class CostExecutor:
         for request, _, _ in plan.admitted:
             prompt, output, most = request.num_prompt_tokens, request.output_length, request.max_tokens
             end = prompt + (most if output is None else min(output, most))
-            lengths[request.id] = prompt, output, most, end
+            lengths[request.id] = _Length(prompt, output, most, end)
         tokens, stopped, failed = {}, [], {}
         for request_id, _, start, num_tokens, _, samples, _ in plan.scheduled:
             if not samples:
                 continue
             num_prompt_tokens, output_length, max_tokens, _ = lengths[request_id]
-            # Whoever samples has all its tokens computed, those that it generated before included.
+            # A request that samples has all its tokens computed, those that it generated before included.
             place = start + num_tokens - num_prompt_tokens
             known = outputs.get(request_id)
             if known is not None and place == len(known) and request_id in self._errors:
@@ -85,7 +101,7 @@ class CostExecutor:
         return StepResult(self.cost(plan), tokens, frozenset(stopped), failed)
 
     @property
-    def foresight(self) -> Foresight | None:
+    def outlook(self) -> Outlook | None:
         """Return what is needed to take many steps at once, or None where the cost or a subclass decides."""
         durations = _durations_of(self.cost)
         if durations is None or self._outputs or type(self).execute is not CostExecutor.execute:
@@ -94,12 +110,10 @@ class CostExecutor:
 
 
 class _Known:
-    """What a cost executor without given outputs knows beforehand."""
+    """What a cost executor without given outputs knows beforehand; see `fast_forward.Outlook`."""
 
     def __init__(
-        self,
-        durations: Callable[[int, range], Sequence[float]],
-        lengths: dict[str, tuple[int, int | None, int, int]],
+        self, durations: Callable[[int, range], Sequence[float]], lengths: dict[str, _Length]
     ) -> None:
         self.durations = durations
         self._lengths = lengths
@@ -107,9 +121,9 @@ class _Known:
     def num_left(self, states: Sequence[RequestState]) -> list[int]:
         """Return how many output tokens requests still get."""
         lengths = self._lengths
-        return [lengths[state.id][3] - state.num_tokens for state in states]
+        return [lengths[state.id].end - state.num_tokens for state in states]
 
-    def reason(self, state: RequestState) -> str:
+    def finish_reason(self, state: RequestState) -> str:
         """Return the reason for which a request ends that has all its output tokens."""
         return "stop" if len(state.output_token_ids) == state.request.output_length else "length"
 
@@ -117,8 +131,8 @@ class _Known:
         """Return zeros."""
         return [0] * number
 
-    def leave(self, request_id: str) -> None:
-        """Forget a request."""
+    def finished(self, request_id: str) -> None:
+        """Drop a request's lengths."""
         del self._lengths[request_id]
 
 
@@ -132,16 +146,16 @@ def _durations_of(cost: CostModel) -> Callable[[int, range], Sequence[float]] | 
     return None
 
 
-def roomy_pool(
+def unlimited_cache(
     requests: Iterable[Request | Refusal],
     max_num_seqs: int,
     block_size: int = 16,
     max_model_len: int | None = None,
 ) -> CacheConfig:
-    """Return a pool in which full seats can never run out of memory.
+    """Return a KV pool that is never the limit: the largest requests of a workload fit all seats at once.
 
     Args:
-        requests: Who comes; a text prompt counts nothing.
+        requests: The workload; a text prompt counts nothing.
         max_num_seqs: Seats.
         block_size: Tokens per block.
         max_model_len: Longest request in tokens that can be served, or None for no limit.
@@ -154,7 +168,7 @@ def roomy_pool(
         if isinstance(request, Request) and not isinstance(request.prompt, str)
     )
     # A length with too many zeros must not fill the host's memory with a pool: the request is refused.
-    longest = min(max_model_len or _MAX_ROOMY_TOKENS, _MAX_ROOMY_TOKENS)
+    longest = min(max_model_len or _MAX_UNLIMITED_TOKENS, _MAX_UNLIMITED_TOKENS)
     blocks = nlargest(max_num_seqs, (-(-length // block_size) for length in lengths if length <= longest))
     return CacheConfig(max(1, sum(blocks)), block_size)
 
@@ -167,38 +181,75 @@ def simulate(
     scheduler: SchedulerConfig | None = None,
     cache: CacheConfig | None = None,
     on_step: Callable[[StepRecord], object] | None = None,
-    then: Callable[[RequestRecord], Iterable[Request]] | None = None,
+    on_finish: Callable[[RequestRecord], Iterable[Request]] | None = None,
     fast_forward: bool = True,
+    verify: bool = False,
+    writer: TraceWriter | None = None,
 ) -> Trace:
     """Serve requests in the simulator.
 
     Args:
-        requests: Who comes; a prompt may be a mere length.
+        requests: The workload; a prompt may be a mere length.
         policy: A policy or its name.
         cost: The step time; one second a step by default, so that seconds count steps.
         scheduler: The limits of a step.
         cache: The KV pool; by default one in which memory never runs out.
         on_step: Called with each step's record.
-        then: Says which requests follow on one that ends, as for `serve`.
+        on_finish: Says which requests follow on one that ends, as for `serve`.
         fast_forward: Take many steps at once where that makes no difference, as for `serve`.
+        verify: Serve the workload step by step as well, and compare: a policy that wrongly says
+            `fast_forward = True` is found. Takes the time of both.
+        writer: Gets each step and request as it comes about, as for `serve`.
 
     Raises:
         TypeError: The requests are a workload's name, the cost cannot be called, or the policy is none.
         ValueError: The policy's name or option is unknown, or a step's cost is negative or not finite.
+        RuntimeError: `verify` found a step that fast-forward got wrong; the message names it.
     """
     if isinstance(requests, str):
         raise TypeError(
             f"the requests are {requests!r}; give a list of them, such as workloads.load({requests!r}, rng), "
-            "or ask compare_simulated"
+            "or ask compare"
         )
     requests = list(requests)
-    scheduler = scheduler or SchedulerConfig()
-    if cache is None:
-        cache = roomy_pool(requests, scheduler.max_num_seqs)
+    limits = scheduler or SchedulerConfig()
+    pool = cache or unlimited_cache(requests, limits.max_num_seqs)
     policy = policies.get(policy)
-    # A cost model that can tell a step's time beforehand is the policy's step-time model as well.
-    served = Scheduler(policy, scheduler, cache, getattr(cost, "seconds", None))
-    return serve(requests, served, CostExecutor(cost), on_step=on_step, then=then, fast_forward=fast_forward)
+
+    def run(fast_forward: bool, writer: TraceWriter | None) -> Trace:
+        # A cost model that can tell a step's time beforehand is the policy's step-time model as well.
+        served = Scheduler(policy, limits, pool, getattr(cost, "seconds", None))
+        return serve(
+            requests,
+            served,
+            CostExecutor(cost),
+            on_step=on_step if writer is not None or not verify or fast_forward else None,
+            on_finish=on_finish,
+            fast_forward=fast_forward,
+            writer=writer,
+        )
+
+    trace = run(fast_forward, writer)
+    if verify:
+        _require_equal(trace, run(False, None))
+    return trace
+
+
+def _require_equal(fast: Trace, stepped: Trace) -> None:
+    """Raise RuntimeError where a trace differs from that of the same run taken step by step."""
+    remedy = "set its `fast_forward` to False, or let no decision turn on the time, tokens served or free blocks"
+    for place, (one, other) in enumerate(zip(fast.steps, stepped.steps, strict=False)):
+        wrong = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
+        if wrong:
+            raise RuntimeError(
+                f"policy {fast.policy!r} says fast_forward, but step {place} taken at once differs from the same "
+                f"step taken by itself in {', '.join(wrong)}: {one} instead of {other}; {remedy}"
+            )
+    if len(fast.steps) != len(stepped.steps) or fast.requests != stepped.requests:
+        raise RuntimeError(
+            f"policy {fast.policy!r} says fast_forward, but {len(fast.steps)} steps taken at once differ from "
+            f"{len(stepped.steps)} steps taken one by one; {remedy}"
+        )
 
 
 def replay(
@@ -224,11 +275,123 @@ def replay(
             # Whatever refused it then, it took no part.
             again.append(Refusal(request.id, record.error or "", request.arrival))
         else:
-            stopped = record.finish_reason == "stop"
-            again.append(replace(request, output_length=len(record.tokens) if stopped else None))
-    policy = policies.get(policy)
-    errors = {record.id: record.error for record in trace.served if record.error is not None}
-    executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs, errors)
-    repeated = serve(again, Scheduler(policy, trace.scheduler, trace.cache, step_time), executor)
+            again.append(_with_known_end(request, record))
+    executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs, _errors(trace))
+    served = Scheduler(policies.get(policy), trace.scheduler, trace.cache, step_time)
+    repeated = serve(again, served, executor)
     pairs = zip(trace.requests, repeated.requests, strict=True)
     return replace(repeated, requests=tuple(old if old.is_refused else new for old, new in pairs))
+
+
+class PlanDifference(NamedTuple):
+    """A recorded step that is planned otherwise.
+
+    Attributes:
+        step: Index of the step.
+        recorded: The plan in the trace.
+        replanned: The plan made anew; None if there was nothing to plan, or planning failed.
+        reason: The fields that differ, or the error.
+    """
+
+    step: int
+    recorded: Plan
+    replanned: Plan | None
+    reason: str
+
+
+class Replan(NamedTuple):
+    """How the plans of a recorded run compare with plans made anew.
+
+    Attributes:
+        num_steps: Recorded steps.
+        num_equal: Those planned alike.
+        first_difference: The first of the others, or None.
+    """
+
+    num_steps: int
+    num_equal: int
+    first_difference: PlanDifference | None
+
+
+def replan(
+    trace: Trace,
+    policy: str | Policy | None = None,
+    step_time: Callable[[int, int], float] | None = None,
+) -> Replan:
+    """Plan each recorded step anew, on the clock of the recorded run: conformance for any engine.
+
+    Requests are queued at the times at which the recorded scheduler got to know them, and get the outputs that
+    they got then. Of another engine's run (`trace.origin`) the decisions are compared: the requests scheduled, in
+    their order, with their tokens, and those preempted; block ids are the engine's own.
+
+    Args:
+        trace: The recorded run.
+        policy: A policy or its name; by default the trace's.
+        step_time: Its step-time model, if it looks ahead with one.
+
+    Raises:
+        ValueError: The policy is unknown.
+    """
+    scheduler = Scheduler(policies.get(policy or trace.policy), trace.scheduler, trace.cache, step_time)
+    executor = CostExecutor(UNIT_STEP, trace.outputs, _errors(trace))
+    coming = _queued_requests(trace)
+    num_equal, first = 0, None
+    for place, record in enumerate(trace.steps):
+        replanned, reason = None, "no request to plan for"
+        try:
+            while coming and coming[-1][0] <= record.start:
+                queued, request = coming.pop()
+                scheduler.submit(request, now=queued)
+            for request_id in record.plan.aborted:
+                scheduler.abort(request_id)
+            if scheduler.has_work:
+                replanned = scheduler.schedule(record.start)
+                scheduler.commit(replanned, executor.execute(replanned), record.end)
+                reason = _difference(record.plan, replanned, trace.origin.engine == "cbresearch")
+        except (ValueError, RuntimeError) as error:
+            reason = str(error)
+        num_equal += not reason
+        if reason and first is None:
+            first = PlanDifference(place, record.plan, replanned, reason)
+    return Replan(len(trace.steps), num_equal, first)
+
+
+def _queued_requests(trace: Trace) -> list[tuple[float, Request]]:
+    """Return when which request was queued, the last first; plans know all of a request that was admitted."""
+    admitted = {entry.request.id: entry.request for step in trace.steps for entry in step.plan.admitted}
+    coming = []
+    for place, record in enumerate(trace.requests):
+        if record.is_refused or record.num_prompt_tokens is None or record.max_tokens is None:
+            continue
+        request = admitted.get(record.id) or Request(
+            record.id, record.num_prompt_tokens, record.max_tokens, record.arrival, client=record.client
+        )
+        queued = record.arrival if record.queued is None else record.queued
+        coming.append((queued, record.arrival, place, _with_known_end(request, record)))
+    coming.sort(key=lambda entry: entry[:3], reverse=True)
+    return [(queued, request) for queued, _, _, request in coming]
+
+
+def _with_known_end(request: Request, record: RequestRecord) -> Request:
+    """Return a request that ends where it ended in a recorded run."""
+    stopped = record.finish_reason == "stop"
+    return replace(request, output_length=len(record.tokens) if stopped else None)
+
+
+def _errors(trace: Trace) -> dict[str, str]:
+    return {record.id: record.error for record in trace.served if record.error is not None}
+
+
+def _difference(recorded: Plan, replanned: Plan, is_ours: bool) -> str:
+    """Return the fields in which two plans differ, an empty text for none."""
+    if is_ours:
+        names = [field.name for field in fields(Plan) if field.name != "step"]
+        return ", ".join(name for name in names if getattr(recorded, name) != getattr(replanned, name))
+    pairs = (
+        [(entry.request_id, entry.start, entry.num_tokens) for entry in plan.scheduled]
+        for plan in (recorded, replanned)
+    )
+    reasons = [] if next(pairs) == next(pairs) else ["scheduled"]
+    if set(recorded.preempted) != set(replanned.preempted):
+        reasons.append("preempted")
+    return ", ".join(reasons)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from cbresearch.config import CacheConfig, ModelShape
-from cbresearch.plan import Transfer
+from cbresearch.step import Transfer
 
 # Bytes that are on their way at once; more of them leave the processor's caches and take longer.
 _STAGED_BYTES = 2**23

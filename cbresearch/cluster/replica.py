@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.plan import Plan, StepResult
+from cbresearch.step import Plan, StepResult
 from cbresearch.request import Request, RequestState
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop
@@ -68,7 +68,7 @@ class Replica:
     @property
     def kv_share(self) -> float:
         """Return the share of its KV pool that its requests hold, or will take when they are seated."""
-        blocks = self.loop.scheduler.blocks
+        blocks = self.loop.scheduler.kv
         queued = sum(blocks.blocks_for(request.num_prompt_tokens) for request, _ in self._inbox)
         queued += sum(blocks.blocks_for(state.num_tokens) for state in self.loop.scheduler.waiting)
         return (blocks.num_held_blocks + queued) / blocks.num_blocks
@@ -78,7 +78,7 @@ class Replica:
         prompt = request.prompt
         if not isinstance(prompt, tuple):
             return 0
-        blocks = self.loop.scheduler.blocks
+        blocks = self.loop.scheduler.kv
         extra = () if request.cache_salt is None else (("salt", request.cache_salt),)
         return len(blocks.match(prompt, extra)) * blocks.config.block_size
 

@@ -23,6 +23,8 @@ class CacheConfig:
         reservation: None for paging; "max", "pow2" or "oracle" for a baseline that reserves each request a
             contiguous run of blocks when it joins, for the longest context that is allowed, for its output
             rounded up to a power of two, or for its true output (vLLM, SOSP'23, section 6.1).
+        cache_on_schedule: Whether a prefix counts as cached as soon as a step is planned that computes it, so
+            that requests of that very step may share it, as in vLLM v1; else once it is computed.
 
     Raises:
         ValueError: A number is out of range, or contiguous runs are asked for along with what only pages
@@ -35,6 +37,7 @@ class CacheConfig:
     num_host_blocks: int = 0
     sliding_window: int | None = None
     reservation: str | None = None
+    cache_on_schedule: bool = False
 
     def __post_init__(self) -> None:
         require_positive(self, "num_blocks", "block_size", "sliding_window")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cbresearch.costs.linear import non_negative_fit
-from cbresearch.plan import Plan
+from cbresearch.step import Plan
 from cbresearch.trace import Trace
 
 _FEW = range(2, 8)

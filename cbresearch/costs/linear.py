@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cbresearch.plan import Plan
+from cbresearch.step import Plan
 from cbresearch.trace import Trace
 
 

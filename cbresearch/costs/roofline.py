@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from cbresearch.config import Hardware, ModelShape
 from cbresearch.formulas import kv_bytes_per_token
-from cbresearch.plan import Plan
+from cbresearch.step import Plan
 
 CARDS: Mapping[str, Hardware] = MappingProxyType(
     {

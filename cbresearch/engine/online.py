@@ -272,7 +272,7 @@ class Engine:
             return Trace(
                 policy=scheduler.policy.name,
                 scheduler=scheduler.config,
-                cache=scheduler.blocks.config,
+                cache=scheduler.kv.config,
                 steps=tuple(self._steps),
                 requests=tuple(running.get(name, record) for name, record in self._records.items()),
             )

@@ -13,12 +13,12 @@ from cbresearch import formulas, metrics
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.experiments.environment import environment, progress_bar
-from cbresearch.plan import Plan
+from cbresearch.step import Plan
 from cbresearch.policies import Policy, get
 from cbresearch.request import Refusal, Request, expand
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve
-from cbresearch.simulator import CostExecutor, roomy_pool, simulate
+from cbresearch.simulator import CostExecutor, unlimited_cache, simulate
 from cbresearch.trace import RequestRecord, StepRecord, Trace, write_csv, write_json
 from cbresearch.workloads import load, resolve_prompts
 
@@ -385,7 +385,7 @@ def _cache(
 ) -> CacheConfig:
     """Size the pools; whatever falls out of a window that all layers have is freed."""
     pool = (
-        roomy_pool(requests, scheduler.max_num_seqs, block_size, shape.max_model_len if shape else None)
+        unlimited_cache(requests, scheduler.max_num_seqs, block_size, shape.max_model_len if shape else None)
         if num_blocks is None
         else CacheConfig(num_blocks, block_size)
     )

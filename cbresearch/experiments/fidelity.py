@@ -12,7 +12,7 @@ import numpy as np
 from cbresearch import metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.plan import Admission, Plan, Scheduled, StepResult
+from cbresearch.step import Admission, Plan, Scheduled, StepResult
 from cbresearch.request import Refusal, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve

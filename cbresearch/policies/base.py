@@ -1,78 +1,74 @@
 """The policy hook: a policy only decides; the scheduler alone clips, allocates, preempts and counts."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Protocol
 
+from cbresearch.config import SchedulerConfig
+from cbresearch.kv import KVManager
 from cbresearch.request import RequestState
 
 
-class View(Protocol):
-    """What a policy may read. Values are live: they change as the scheduler takes up proposals."""
+class View:
+    """What a policy may read. Values are live: they change as the scheduler takes up proposals.
 
-    @property
-    def now(self) -> float:
-        """Seconds since the start of the run."""
+    Attributes:
+        now: Seconds since the start of the run.
+        running: Unfinished requests with a seat, in the order of admission.
+        waiting: Requests without a seat when the step began: preempted ones first, then by arrival. The queue
+            itself moves only after the step; `itertools.islice` takes its head.
+        swapped: Requests without a seat whose KV lies in the host's pool, the earliest admitted first.
+        token_budget: Tokens that this step can still take.
+        max_num_batched_tokens: Tokens that a step can take at most.
+        max_num_seqs: All seats.
+        block_size: Tokens per block.
+        num_blocks: All blocks of the KV pool.
+        preemption: What becomes of a victim's KV, "recompute" or "swap", unless the policy decides otherwise.
+        closed: Why admission stopped in this step, or None.
+    """
 
-    @property
-    def waiting(self) -> Iterable[RequestState]:
-        """Requests without a seat when the step began: preempted ones first, then by arrival.
-
-        The queue itself moves only after the step; `itertools.islice` takes its head.
-        """
-
-    @property
-    def swapped(self) -> Iterable[RequestState]:
-        """Requests without a seat whose KV lies in the host's pool, the earliest admitted first."""
-
-    @property
-    def preemption(self) -> str:
-        """What becomes of a victim's KV, "recompute" or "swap", unless the policy decides otherwise."""
-
-    @property
-    def running(self) -> Sequence[RequestState]:
-        """Unfinished requests with a seat, in the order of admission."""
-
-    @property
-    def token_budget(self) -> int:
-        """Tokens that this step can still take."""
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """Tokens that a step can take at most."""
+    def __init__(
+        self,
+        limits: SchedulerConfig,
+        kv: KVManager,
+        free_seats: Sequence[int],
+        waiting: Iterable[RequestState],
+        swapped: Iterable[RequestState],
+        step_time: Callable[[int, int], float] | None,
+    ) -> None:
+        self.now = 0.0
+        self.running: Sequence[RequestState] = ()
+        self.waiting, self.swapped = waiting, swapped
+        self.token_budget = self.max_num_batched_tokens = limits.max_num_batched_tokens
+        self.max_num_seqs, self.preemption = limits.max_num_seqs, limits.preemption
+        self.block_size, self.num_blocks = kv.config.block_size, kv.num_blocks
+        self.closed: str | None = None
+        self._kv, self._free_seats, self._step_time = kv, free_seats, step_time
 
     @property
     def admitting(self) -> bool:
-        """Whether a waiting request could still join: a seat is free, and memory has refused nobody yet.
+        """Whether a waiting request could still join: a seat is free, and memory has refused none yet.
 
         A policy may stop walking the queue once this is False; what it yields all the same is skipped.
         """
+        return bool(self._free_seats) and self.closed is None
 
     @property
     def num_free_seats(self) -> int:
-        """Seats that nobody holds."""
-
-    @property
-    def max_num_seqs(self) -> int:
-        """All seats."""
-
-    @property
-    def num_blocks(self) -> int:
-        """All blocks of the KV pool."""
+        """Seats that no request holds."""
+        return len(self._free_seats)
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of the KV pool that nobody holds."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
+        """Blocks of the KV pool that no request holds."""
+        return self._kv.num_free_blocks
 
     def num_cached_tokens(self, request: RequestState) -> int:
         """Return the tokens of a waiting request whose KV is in the prefix cache now."""
+        return self._kv.num_cached_tokens(request)
 
     def step_seconds(self, num_tokens: int, num_context_tokens: int) -> float:
         """Return the predicted seconds of a step of so many tokens and tokens of context; 0.0 if unknown."""
+        return 0.0 if self._step_time is None else self._step_time(num_tokens, num_context_tokens)
 
 
 Proposal = tuple[RequestState, int]
@@ -82,7 +78,7 @@ class Policy:
     """First come, first served, with chunked prefill and decodes mixed under one token budget.
 
     Orca's iteration-level scheduling (OSDI'22) with Sarathi's chunked prefills (OSDI'24), in the order of
-    vLLM v1: whoever runs goes on, then the queue's head joins while seats, budget and blocks last.
+    vLLM v1: running requests go on, then the queue's head joins while seats, budget and blocks last.
     A subclass overrides one method or two.
     """
 
@@ -95,29 +91,23 @@ class Policy:
     """Whether a finished request's row stays in the batch until all rows are finished."""
     joins_late = True
     """Whether a request may join a batch under way; a parallel sample then waits for its sibling's prompt."""
-    hits_at_once = False
-    """Whether a prefix counts as cached as soon as a step is planned that computes it, as in vLLM v1, so that
-    others may share it in that very step; else only once it is computed."""
-    steady = "always"
-    """Whether steps repeat themselves, so that a simulator may take many at once; one of four words.
+    fast_forward = True
+    """Whether decode steps repeat themselves, so that a simulator may take many at once.
 
-    "alone": while nobody waits and all who run decode within the token budget, each step serves them all, in
-    the order of admission. "always": besides, when requests wait, a step that decoded all who run, admitted
-    nobody and refused nobody whom the one before did not refuse is followed by its like, until somebody
-    arrives, finishes or loses its seat, or the prefix cache changes: no decision turns on the time, on tokens
-    served, or on anything that fewer free blocks could turn into an admission. "ranked": as "always", in an
-    order of its own, in which whoever finishes leaves no more than a gap. "never": none of this.
+    A class that says True promises: a step that decodes every running request within the token budget, and
+    admits and preempts none, is followed by its like until a request arrives or finishes, or a running one
+    finds no block. So no decision turns on the time, on tokens served, or on fewer free blocks. `propose` is
+    then asked once for many steps, or not at all, and `served` is told the tokens of many steps at once.
+    `simulate(..., verify=True)` proves it on a workload.
 
-    `propose` is then asked once for many steps, or twice for one, or not at all, unless `served` is
-    overridden; that one is told the tokens of many steps at once.
-
-    A class speaks for itself only: one that is derived from it says it anew, or it is "never"."""
+    A class speaks for itself only: one that is derived from it says it anew, or its steps are taken one by
+    one."""
 
     def begin(self) -> None:
-        """Forget earlier runs; called when a scheduler takes the policy."""
+        """Drop what is kept of earlier runs; called when a scheduler takes the policy."""
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Yield whom to serve and how many tokens each wants, best first.
+        """Yield (request, number of tokens) in the order of scheduling.
 
         The scheduler clips each proposal to what fits, and skips what does not. A generator sees the
         effect of a proposal when it resumes.
@@ -126,20 +116,20 @@ class Policy:
         yield from joining(view, queued(view))
 
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
-        """Choose whom to preempt when blocks run out, among the running requests in admission order.
+        """Choose the request to preempt when blocks run out, among the running ones in admission order.
 
-        The latest comer goes: the oldest request then always advances, so every run ends. Who was preempted
-        `max_preemptions` times is no candidate; if that leaves nobody, the latest comer goes unasked.
+        The latest comer goes: the oldest request then always advances, so every run ends. A request that was
+        preempted `max_preemptions` times is no candidate; if that leaves none, the latest comer goes unasked.
         """
         return candidates[-1]
 
     def displace(
         self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
     ) -> RequestState | None:
-        """Choose who makes room for a newcomer that finds no seat or no blocks; None lets it wait.
+        """Choose a running request to preempt for a newcomer that finds no seat or no blocks; None lets it wait.
 
-        Asked again without whom it chose, until there is room, and only then does anyone lose its seat.
-        Nobody who joined in this step is among the candidates, nor who was preempted too often already.
+        Asked again without the request that it chose, until there is room; only then are they preempted. The
+        candidates leave out requests that joined in this step or were preempted too often already.
         """
         return None
 
@@ -151,27 +141,17 @@ class Policy:
         return view.preemption
 
     def wakes(self, view: View) -> float | None:
-        """Return the seconds until which to wait although requests do, or None; asked when nobody runs."""
+        """Return the seconds until which to wait although requests do, or None; asked when none runs."""
         return None
 
     def served(self, request: RequestState, num_tokens: int) -> None:
-        """Take note that a request was served `num_tokens` tokens in the step just done."""
+        """Take note that a request was scheduled `num_tokens` tokens in the step just done."""
 
 
-STEADINESS = ("never", "alone", "always", "ranked")
-
-
-def steadiness(policy: Policy) -> str:
-    """Return what a policy says about `Policy.steady` itself: what it inherits speaks of other decisions.
-
-    Raises:
-        ValueError: It says something else than one of the four words.
-    """
-    if "steady" not in vars(type(policy)):
-        return "never"
-    if policy.steady not in STEADINESS:
-        raise ValueError(f"policy {policy.name!r}: steady is {policy.steady!r}; choose one of {STEADINESS}")
-    return policy.steady
+def may_fast_forward(policy: Policy) -> bool:
+    """Return whether a policy's own class promises that its decode steps repeat themselves."""
+    declares = "fast_forward" in vars(type(policy)) or "fast_forward" in vars(policy)
+    return declares and policy.fast_forward
 
 
 def whole(requests: Iterable[RequestState]) -> Iterator[Proposal]:
@@ -181,7 +161,7 @@ def whole(requests: Iterable[RequestState]) -> Iterator[Proposal]:
 
 
 def in_turn(view: View) -> Sequence[RequestState]:
-    """Return the running requests; whoever waited longest first, if the budget cannot serve them all."""
+    """Return the running requests; the least recently scheduled first, if the budget cannot serve all."""
     if len(view.running) <= view.token_budget:
         return view.running
     return sorted(view.running, key=lambda request: request.scheduled_step)

@@ -22,7 +22,7 @@ class Static(Policy):
 
     name = "static"
     source = "FasterTransformer; the baseline of Orca (OSDI'22)"
-    steady = "always"
+    fast_forward = True
     joins_late = False
 
     def __init__(self, release: bool = False, wait: float = 0.0) -> None:
@@ -39,7 +39,7 @@ class Static(Policy):
         gathered = list(islice(queued(view), view.max_num_seqs))
         if not self.wait or len(gathered) == view.max_num_seqs:
             return None
-        return min(request.request.arrival for request in gathered) + self.wait
+        return min(request.arrival for request in gathered) + self.wait
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Compute the prompts of a batch that is being filled; decode once it is closed."""
@@ -58,7 +58,7 @@ class PrefillFirst(Policy):
 
     name = "prefill_first"
     source = "vLLM v0 (SOSP'23), without its watermark"
-    steady = "always"
+    fast_forward = True
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose prompts; decodes only if no prompt could be served."""

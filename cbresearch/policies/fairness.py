@@ -26,16 +26,16 @@ class Charging(Policy):
         new = request.num_output_tokens - self._told.pop(request.id, 0)
         if request.finish_reason is None:
             self._told[request.id] = request.num_output_tokens
-        self.charge(request.request.client, new)
+        self.charge(request.client, new)
 
     def queues(self, view: View) -> dict[str, list[RequestState]]:
         """Return who waits, by client."""
         left = (state for state in self._waited if state.seat is None and state.finish_reason is None)
-        known = {state.request.client for state in left}
+        known = {state.client for state in left}
         self._waited = list(queued(view))
         queues: dict[str, list[RequestState]] = {}
         for state in self._waited:
-            client = state.request.client
+            client = state.client
             if client not in known:
                 self.comes(client, known)
                 known.add(client)
@@ -57,12 +57,10 @@ class VirtualTokenCounter(Charging):
     name = "vtc"
     family = "fairness"
     source = "VTC (OSDI'24) and its published code"
-    steady = "alone"
 
     def __init__(self, prompt_weight: float = 1.0, output_weight: float = 2.0) -> None:
         self.prompt_weight, self.output_weight = prompt_weight, output_weight
         # Sums of whole numbers are exact: it makes no difference in how many parts they are added.
-        self.steady = "alone" if float(output_weight).is_integer() else "never"
 
     def begin(self) -> None:
         """Set all counters to 0."""
@@ -107,7 +105,6 @@ class DeficitLongestPrefix(Charging):
     name = "dlpm"
     family = "fairness"
     source = "DLPM (2025, arXiv 2501.14312)"
-    steady = "alone"
 
     def __init__(self, quantum: int = 512) -> None:
         self.quantum = quantum
@@ -122,10 +119,10 @@ class DeficitLongestPrefix(Charging):
         yield from whole(in_turn(view))
         waiting = by_cached_prefix(view, queued(view)) if view.admitting else []
         while waiting and view.admitting:
-            while all(self.credit[request.request.client] <= 0 for request in waiting):
-                for client in {request.request.client for request in waiting}:
+            while all(self.credit[request.client] <= 0 for request in waiting):
+                for client in {request.client for request in waiting}:
                     self.credit[client] += self.quantum
-            head = next(request for request in waiting if self.credit[request.request.client] > 0)
+            head = next(request for request in waiting if self.credit[request.client] > 0)
             waiting.remove(head)
             yield head, head.num_pending_tokens
             if head.seat is not None:
@@ -150,7 +147,7 @@ class LongestPrefixMatch(Policy):
     name = "lpm"
     family = "locality"
     source = "SGLang, lpm"
-    steady = "always"
+    fast_forward = True
 
     def __init__(self, most: int = 128, shared: int = 32) -> None:
         self.most, self.shared = most, shared

@@ -33,11 +33,11 @@ class NoEvict(Admitting):
     name = "no_evict"
     family = "memory"
     source = "TensorRT-LLM, GUARANTEED_NO_EVICT"
-    steady = "always"
+    fast_forward = True
 
     def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
         """Return whether all could grow to their longest."""
-        longest = (state.num_prompt_tokens + state.request.max_tokens - 1 for state in requests)
+        longest = (state.num_prompt_tokens + state.max_tokens - 1 for state in requests)
         return sum(-(-tokens // view.block_size) for tokens in longest) <= view.num_blocks
 
 
@@ -50,7 +50,7 @@ class MaxUtilization(Policy):
     name = "max_utilization"
     family = "memory"
     source = "TensorRT-LLM, MAX_UTILIZATION"
-    steady = "always"
+    fast_forward = True
 
 
 class PastFuture(Admitting):
@@ -68,7 +68,6 @@ class PastFuture(Admitting):
     name = "past_future"
     family = "memory"
     source = "LightLLM, Past-Future scheduler (ASPLOS'25)"
-    steady = "alone"
 
     def __init__(self, reserved: float = 0.05, history: int = 1000) -> None:
         self.reserved, self.history = reserved, history
@@ -81,7 +80,7 @@ class PastFuture(Admitting):
         """Return the tokens that a request is expected still to generate."""
         done = request.num_output_tokens
         longer = [output for output in self._outputs if output > done]
-        most = request.request.max_tokens - done
+        most = request.max_tokens - done
         return min(most, sum(longer) / len(longer) - done) if longer else most
 
     def peak(self, requests: Sequence[RequestState]) -> float:
@@ -135,7 +134,7 @@ class NewTokenRatio(Admitting):
 
     def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
         """Return whether everyone's tokens do, and what is reserved for them."""
-        *left, new = (min(state.request.max_tokens - state.num_output_tokens, 4096) for state in requests)
+        *left, new = (min(state.max_tokens - state.num_output_tokens, 4096) for state in requests)
         held = sum(state.num_tokens for state in requests)
         return held + self.share * sum(left) + new <= view.num_blocks * view.block_size
 
@@ -144,5 +143,5 @@ class NewTokenRatio(Admitting):
         loser = min(candidates, key=lambda state: (state.num_output_tokens, -state.num_tokens, -state.order))
         stay = [state for state in view.running if state is not loser]
         generated = sum(state.num_output_tokens + 20 for state in stay)
-        self.share = min(1.0, generated / (1 + sum(state.request.max_tokens for state in stay)))
+        self.share = min(1.0, generated / (1 + sum(state.max_tokens for state in stay)))
         return loser

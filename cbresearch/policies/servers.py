@@ -22,18 +22,18 @@ class Orca(Admitting):
     name = "orca"
     family = "batching"
     source = "Orca (OSDI'22); reservations of vLLM (SOSP'23)"
-    steady = "always"
+    fast_forward = True
 
     def __init__(self, reserve: str = "max") -> None:
         if reserve not in ("max", "pow2", "oracle"):
             raise ValueError(f"orca: reserve is {reserve!r}; choose max, pow2 or oracle")
         self.reserve = reserve
         # What a prediction reserves grows once the output is longer, and another reason may then refuse.
-        self.steady = "always" if reserve == "max" else "alone"
+        self.fast_forward = reserve == "max"
 
     def num_slots(self, request: RequestState) -> int:
         """Return the tokens that are reserved for a request."""
-        output = request.request.max_tokens
+        output = request.max_tokens
         if self.reserve != "max":
             output = min(output, request.num_output_tokens + request.predicted_remaining)
         if self.reserve == "pow2":
@@ -58,7 +58,7 @@ class VllmV0(Policy):
 
     name = "vllm_v0"
     source = "vLLM (SOSP'23)"
-    steady = "always"
+    fast_forward = True
 
     def __init__(self, swap: bool = False, watermark: float = 0.01) -> None:
         self.swap, self.watermark = swap, watermark
@@ -90,7 +90,7 @@ class Sarathi(Policy):
 
     name = "sarathi"
     source = "Sarathi-Serve (OSDI'24)"
-    steady = "always"
+    fast_forward = True
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose in that order."""
@@ -109,7 +109,7 @@ class SplitFuse(Sarathi):
 
     name = "splitfuse"
     source = "Dynamic SplitFuse (DeepSpeed-FastGen, 2024)"
-    steady = "always"
+    fast_forward = True
 
 
 class VllmV1(Policy):
@@ -124,8 +124,7 @@ class VllmV1(Policy):
 
     name = "vllm_v1"
     source = "vLLM 0.32, v1 scheduler"
-    steady = "always"
-    hits_at_once = True
+    fast_forward = True
 
     def __init__(self, priority: bool = False) -> None:
         self._by_priority = priority
@@ -149,4 +148,4 @@ class VllmV1(Policy):
 
 
 def _urgency(state: RequestState) -> tuple[int, float, int]:
-    return state.request.priority, state.request.arrival, state.order
+    return state.priority, state.arrival, state.order

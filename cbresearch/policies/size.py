@@ -17,7 +17,7 @@ class ShortestJobFirst(Policy):
     name = "sjf"
     family = "size"
     source = "SSJF (Qiu et al., 2024)"
-    steady = "always"
+    fast_forward = True
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return what the queue is sorted by, least first."""
@@ -41,7 +41,6 @@ class HighestResponseRatioNext(ShortestJobFirst):
 
     name = "hrrn"
     source = "Brinch Hansen (1971)"
-    steady = "alone"
 
     def __init__(self, token_seconds: float = 1.0) -> None:
         self.token_seconds = token_seconds
@@ -49,7 +48,7 @@ class HighestResponseRatioNext(ShortestJobFirst):
     def rank(self, view: View, request: RequestState) -> float:
         """Return the negative response ratio."""
         size = request.predicted_remaining * self.token_seconds
-        return -(view.now - request.request.arrival + size) / size
+        return -(view.now - request.arrival + size) / size
 
 
 class LearningToRank(ShortestJobFirst):
@@ -64,14 +63,13 @@ class LearningToRank(ShortestJobFirst):
 
     name = "rank"
     source = "vllm-ltr (NeurIPS'24)"
-    steady = "alone"
 
     def __init__(self, starvation: float = 60.0) -> None:
         self.starvation = starvation
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the predicted length, or less than any of who starves."""
-        starves = view.now - request.request.arrival >= self.starvation
+        starves = view.now - request.arrival >= self.starvation
         return -math.inf if starves else request.predicted_remaining
 
 
@@ -142,7 +140,7 @@ class Trail(ShortestRemaining):
 
     def may_lose(self, view: View, request: RequestState) -> bool:
         """Return whether the request is young."""
-        expected = request.request.predicted_output or request.request.max_tokens
+        expected = request.predicted_output or request.max_tokens
         return request.num_output_tokens < math.floor(self.c * expected)
 
 
@@ -192,7 +190,7 @@ class SkipJoinFeedback(Ranked):
 
     def _join(self, request: RequestState) -> tuple[float, int, float]:
         fitting = (n for n in range(self.levels) if request.num_prompt_tokens <= self.quantum << n)
-        return self._enter(next(fitting, self.levels - 1)), 0, request.request.arrival
+        return self._enter(next(fitting, self.levels - 1)), 0, request.arrival
 
     def _enter(self, level: int) -> float:
         self._num_entries += 1
@@ -208,7 +206,6 @@ class MemoryCheckedShortestFirst(ShortestJobFirst):
 
     name = "mc_sf"
     source = "MC-SF (Jaillet et al., 2025, arXiv 2502.07115)"
-    steady = "alone"
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose whoever runs, then the queue from short to long while it fits."""

@@ -17,11 +17,11 @@ class Priority(Ranked):
     name = "priority"
     family = "slo"
     source = "vLLM and SGLang, priority scheduling"
-    steady = "ranked"
+    fast_forward = True
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the priority."""
-        return request.request.priority
+        return request.priority
 
 
 class EarliestDeadline(Ranked):
@@ -30,11 +30,11 @@ class EarliestDeadline(Ranked):
     name = "edf"
     family = "slo"
     source = "EDF (Liu and Layland, 1973)"
-    steady = "ranked"
+    fast_forward = True
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the deadline."""
-        deadline = request.request.deadline
+        deadline = request.deadline
         return math.inf if deadline is None else deadline
 
 
@@ -52,17 +52,16 @@ class LeastSlack(ShortestJobFirst):
     name = "least_slack"
     family = "slo"
     source = "Medha (2024), LRS and LARS; vidur"
-    steady = "alone"
 
     def __init__(self, relative: bool = False) -> None:
         self.relative = relative
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the slack in seconds, or as a share."""
-        if (deadline := request.request.deadline) is None:
+        if (deadline := request.deadline) is None:
             return math.inf
         slack = deadline - view.now - view.step_seconds(request.num_pending_tokens, request.num_tokens)
-        return slack / max(deadline - request.request.arrival, 1e-9) if self.relative else slack
+        return slack / max(deadline - request.arrival, 1e-9) if self.relative else slack
 
 
 class Andes(Ranked):
@@ -87,7 +86,7 @@ class Andes(Ranked):
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return minus the tokens behind, per token of KV."""
-        late = view.now - request.request.arrival - self.ttft
+        late = view.now - request.arrival - self.ttft
         expected = 1 + late * self.speed if late >= 0 else 0.0
         return (request.num_output_tokens - expected) / request.num_tokens
 

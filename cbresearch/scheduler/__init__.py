@@ -1,7 +1,5 @@
 """The mechanism between policies and executors."""
 
-from cbresearch.scheduler.ahead import look_ahead
-from cbresearch.scheduler.core import Scheduler
-from cbresearch.scheduler.stride import Ahead, Foresight
+from cbresearch.scheduler.scheduler import DecodeBatch, Scheduler
 
-__all__ = ["Ahead", "Foresight", "Scheduler", "look_ahead"]
+__all__ = ["DecodeBatch", "Scheduler"]

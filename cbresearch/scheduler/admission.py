@@ -1,17 +1,14 @@
-"""Who can be served at all, and who makes room for whom."""
+"""Whether a request can be served at all, and which requests are preempted for a waiting one."""
 
 from collections.abc import Sequence
 
-from cbresearch.blocks import BlockManager
 from cbresearch.config import SchedulerConfig
-from cbresearch.policies import Policy, View
+from cbresearch.kv import KVManager
+from cbresearch.policies.base import Policy, View
 from cbresearch.request import Request, RequestState
-from cbresearch.reservation import ReservationManager
 
 
-def check_request(
-    request: Request, limits: SchedulerConfig, blocks: BlockManager | ReservationManager
-) -> None:
+def check_request(request: Request, limits: SchedulerConfig, kv: KVManager) -> None:
     """Refuse a request that can never be served within the limits: what is accepted can finish alone.
 
     Raises:
@@ -22,60 +19,57 @@ def check_request(
             f"request {request.id!r} wants {request.sampling.n} answers; a scheduler serves one for each "
             "request: submit those that parallel_samples(request) returns"
         )
+    asked = f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens}"
     num_tokens = request.num_prompt_tokens + request.max_tokens
     if limits.max_model_len is not None and num_tokens > limits.max_model_len:
         raise ValueError(
-            f"{_asked(request)} = {num_tokens} tokens, over the model's length of {limits.max_model_len}; "
+            f"{asked} = {num_tokens} tokens, over the model's length of {limits.max_model_len}; "
             "shorten the prompt or lower max_tokens"
         )
     budget = limits.max_num_batched_tokens
     if not limits.chunked_prefill and num_tokens - 1 > budget:
         raise ValueError(
-            f"{_asked(request)} could need {num_tokens - 1} tokens computed in one step, over the token "
+            f"{asked} could need {num_tokens - 1} tokens computed in one step, over the token "
             f"budget of {budget}; raise max_num_batched_tokens, lower max_tokens, or turn on chunked_prefill"
         )
-    needed = blocks.expect(request)
-    if needed > blocks.num_blocks:
-        cache = blocks.config
+    needed = kv.max_blocks_needed(request)
+    if needed > kv.num_blocks:
+        cache = kv.config
         raise ValueError(
-            f"{_asked(request)} needs KV for {num_tokens - 1} tokens = {needed} blocks of "
+            f"{asked} needs KV for {num_tokens - 1} tokens = {needed} blocks of "
             f"{cache.block_size}, but the pool has {cache.num_blocks} ({cache.num_tokens} tokens); raise "
             "num_blocks or lower max_tokens"
         )
 
 
-def _asked(request: Request) -> str:
-    return f"request {request.id!r}: prompt {request.num_prompt_tokens} + max_tokens {request.max_tokens}"
-
-
-def choose_losers(
+def choose_preempted(
     policy: Policy,
     view: View,
-    newcomer: RequestState,
+    waiting: RequestState,
     candidates: list[RequestState],
-    blocks: BlockManager | ReservationManager,
+    kv: KVManager,
     num_free_seats: int,
 ) -> Sequence[RequestState]:
-    """Return the running requests that make room for a newcomer, nobody if all of them were not enough.
+    """Return the running requests that make room for a waiting one, none if all of them were not enough.
 
     Raises:
-        ValueError: The policy chose somebody else than a candidate.
+        ValueError: The policy chose another request than a candidate.
     """
-    num_free_blocks, num_wanted = blocks.num_free_blocks, blocks.blocks_for(newcomer.num_tokens)
-    losers: list[RequestState] = []
+    num_free_blocks, num_wanted = kv.num_free_blocks, kv.blocks_for(waiting.num_tokens)
+    chosen: list[RequestState] = []
     while not num_free_seats or num_wanted > num_free_blocks:
-        loser = policy.displace(view, newcomer, candidates)
-        if loser is None:
+        state = policy.displace(view, waiting, candidates)
+        if state is None:
             return ()
-        if loser not in candidates:
+        if state not in candidates:
             raise ValueError(
-                f"policy {policy.name!r} displaces {loser}; choose one of the candidates, or None"
+                f"policy {policy.name!r} displaces {state}; choose one of the candidates, or None"
             )
-        candidates.remove(loser)
-        losers.append(loser)
+        candidates.remove(state)
+        chosen.append(state)
         num_free_seats += 1
-        num_free_blocks += blocks.num_private_blocks(loser.id)
-    return losers
+        num_free_blocks += kv.num_private_blocks(state.id)
+    return chosen
 
 
 def farthest_sibling(state: RequestState, running: Sequence[RequestState]) -> RequestState | None:

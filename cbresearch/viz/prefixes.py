@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from cbresearch.plan import Scheduled
+from cbresearch.step import Scheduled
 from cbresearch.request import Request
 from cbresearch.trace import StepRecord, Trace
 

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 
 from cbresearch import formulas
 from cbresearch.costs import Roofline
-from cbresearch.plan import Plan, Scheduled
+from cbresearch.step import Plan, Scheduled
 from cbresearch.viz import axes, style, words
 from cbresearch.viz.style import REQUEST_COLORS
 

@@ -1,13 +1,14 @@
-"""Bookkeeping of the paged KV pool (vLLM, SOSP'23, section 4): who holds what, and what may be reused."""
+"""Bookkeeping of the paged KV pool (vLLM, SOSP'23, section 4): tables, reference counts, reuse."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-from cbresearch.blocks.content import Content, Extra, digest_of
-from cbresearch.blocks.host import NULL_BLOCK, HostTier, num_references
-from cbresearch.blocks.prefixes import PrefixIndex
 from cbresearch.config import CacheConfig
+from cbresearch.kv.host import HostPool, num_references
+from cbresearch.kv.interface import NULL_BLOCK, EventLog
+from cbresearch.kv.prefix_cache import Content, ExtraKeys, PrefixCache, digest_of
 from cbresearch.request import Request
+from cbresearch.step import BlockEvents
 
 Pair = tuple[int, int]
 """A block to copy: (source, target)."""
@@ -19,14 +20,14 @@ class BlockManager:
     A request's block table maps its logical blocks, in order, to physical block ids. Blocks are
     taken only as tokens need them, so a request wastes less than one block.
 
-    With prefix caching, a full block whose KV is computed is entered under its content and that of all
-    blocks before it. Requests whose prompts begin alike share it. When nobody refers to it any more it
+    With prefix caching, a full block whose KV is computed is cached under its content and that of all
+    blocks before it. Requests whose prompts begin alike share it. When its last reference is gone it
     stays cached until its room is needed; then the least recently used goes first, and of one request's
     blocks the last.
 
     A request may be moved whole to a second pool, in the host's memory, and back. While the copy of a full
-    block in the one pool and its original in the other are both there, they are twins: what has a twin is
-    referred to instead of being copied again.
+    block in the one pool and its original in the other are both there, they mirror each other: a mirrored
+    block is referred to instead of being copied again.
 
     Args:
         config: The pools' sizes, and whether prefixes are cached.
@@ -53,10 +54,11 @@ class BlockManager:
         self._free = list(range(config.num_blocks - 1, -1, -1))
         self._ref_counts = [0] * config.num_blocks
         self._tables: dict[str, list[int]] = {}
-        self._prefixes = PrefixIndex(config.num_blocks, config.block_size, digest)
+        self._events = EventLog()
+        self._prefixes = PrefixCache(config.num_blocks, config.block_size, digest, self._events)
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
         self._num_extra_references = 0
-        self._host = HostTier(config.num_host_blocks)
+        self._host = HostPool(config.num_host_blocks, self._events)
 
     @property
     def num_blocks(self) -> int:
@@ -70,12 +72,12 @@ class BlockManager:
 
     @property
     def num_cached_blocks(self) -> int:
-        """Return how many blocks hold a cached prefix that nobody refers to."""
+        """Return how many blocks hold a cached prefix and have no reference."""
         return len(self._unreferenced)
 
     @property
     def cached_block_ids(self) -> tuple[int, ...]:
-        """Return the blocks that hold a cached prefix which nobody refers to, the next to go first."""
+        """Return the cached blocks without a reference, the next to be evicted first."""
         return tuple(self._unreferenced)
 
     @property
@@ -97,7 +99,7 @@ class BlockManager:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self._block_size)
 
-    def expect(self, request: Request) -> int:
+    def max_blocks_needed(self, request: Request) -> int:
         """Return how many blocks a request holds at its largest, alone; the last token needs no KV."""
         return self._at_most(self.blocks_for(request.num_prompt_tokens + request.max_tokens - 1))
 
@@ -117,16 +119,16 @@ class BlockManager:
         """Return a request's block table in the host's pool; empty if it is not swapped out."""
         return tuple(self._host.tables.get(request_id, ()))
 
-    def match(self, token_ids: Sequence[int], extra: Extra = ()) -> tuple[int, ...]:
+    def match(self, token_ids: Sequence[int], extra_keys: ExtraKeys = ()) -> tuple[int, ...]:
         """Return the cached blocks with which a prompt begins; nothing changes.
 
         The prompt's last token is never matched, since its logits have to be computed.
 
         Args:
             token_ids: The prompt, and what was generated behind it before a preemption.
-            extra: What beside its tokens tells the prompt apart.
+            extra_keys: What beside its tokens tells the prompt apart.
         """
-        return self._prefixes.match(token_ids, extra) if self.config.prefix_caching else ()
+        return self._prefixes.match(token_ids, extra_keys) if self.config.prefix_caching else ()
 
     def can_allocate(
         self, request_id: str, num_tokens: int, matched: Sequence[int] = (), num_copies: int = 0
@@ -134,7 +136,7 @@ class BlockManager:
         """Return whether a request could get room for `num_tokens` tokens now.
 
         Args:
-            request_id: Who asks.
+            request_id: Id of the request.
             num_tokens: All its known tokens.
             matched: Blocks that it would share first.
             num_copies: Shared blocks that it would have to copy in order to write them.
@@ -145,10 +147,10 @@ class BlockManager:
         evictable = self.num_free_blocks - sum([block in self._unreferenced for block in matched])
         return num_wanted + num_copies <= evictable
 
-    def share(self, request_id: str, matched: Sequence[int]) -> None:
-        """Begin a request's table with blocks that are there, which nobody can evict from now on.
+    def fork(self, request_id: str, matched: Sequence[int]) -> None:
+        """Begin a request's table with blocks that are there, which cannot be evicted from now on.
 
-        They come from `match`, or are the first ones of another request's table (a fork).
+        They come from `match`, or are the first ones of another request's table.
 
         Raises:
             ValueError: The request holds blocks already.
@@ -183,12 +185,12 @@ class BlockManager:
             table.extend(added)
         return tuple(added)
 
-    def rooms(self, request_ids: Sequence[str]) -> list[int]:
+    def capacities(self, request_ids: Sequence[str]) -> list[int]:
         """Return how many tokens requests' tables can hold."""
         tables, size = self._tables, self._block_size
         return [len(tables[request_id]) * size for request_id in request_ids]
 
-    def append_each(self, request_ids: Sequence[str]) -> list[int]:
+    def append_blocks(self, request_ids: Sequence[str]) -> list[int]:
         """Grow requests' tables by one block each, in order, as `allocate` would, and return the blocks.
 
         As many have to be free. A request may be named several times.
@@ -200,18 +202,18 @@ class BlockManager:
             tables[request_id].append(block)
         return added
 
-    def make_writable(self, request_id: str, place: int) -> tuple[Pair, ...] | None:
+    def copy_on_write(self, request_id: str, place: int) -> tuple[Pair, ...] | None:
         """Give a request a block of its own at a place of its table, before it writes there.
 
-        A block that others refer to, or whose content is known elsewhere, is copied; the copy takes its
-        place in this request's table only (copy on write).
+        A block with other references, or whose content can be found, is copied; the copy takes its place in
+        this request's table only.
 
         Returns:
             The (source, target) pair to copy, if any, or None if no block is free; then nothing has changed.
         """
         table = self._tables[request_id]
         block = table[place]
-        is_known = self._prefixes.holds(block) or block in self._host.twin_of
+        is_known = self._prefixes.holds(block) or block in self._host.host_block
         if self._ref_counts[block] == 1 and not is_known:
             return ()
         if not self._free and not self._evict(1):
@@ -222,30 +224,32 @@ class BlockManager:
         self._release(block)
         return ((block, target),)
 
-    def enter(self, request_id: str, token_ids: Sequence[int], num_computed: int, extra: Extra = ()) -> None:
-        """Enter a request's full blocks into the prefix cache, as far as their KV is computed.
+    def cache_full_blocks(
+        self, request_id: str, token_ids: Sequence[int], num_computed: int, extra_keys: ExtraKeys = ()
+    ) -> None:
+        """Make a request's full blocks findable in the prefix cache, as far as their KV is computed.
 
         Args:
-            request_id: Whose blocks.
+            request_id: Id of the request.
             token_ids: All its known tokens.
             num_computed: Tokens whose KV is in the pool.
-            extra: What beside its tokens tells the request apart.
+            extra_keys: What beside its tokens tells the request apart.
         """
-        self._prefixes.enter(request_id, self._tables[request_id], token_ids, num_computed, extra)
+        self._prefixes.enter(request_id, self._tables[request_id], token_ids, num_computed, extra_keys)
 
-    def leave(self, request_id: str, num_computed: int) -> tuple[int, ...]:
-        """Take a request's blocks out of the prefix cache again, where they were entered before their time.
+    def uncache_blocks(self, request_id: str, num_computed: int) -> tuple[int, ...]:
+        """Take a request's blocks out of the prefix cache, where they were cached before their time.
 
         Args:
-            request_id: Whose blocks.
+            request_id: Id of the request.
             num_computed: Tokens whose KV is in the pool after all.
 
         Returns:
-            The blocks taken out; whoever shares one of them shares nothing.
+            The blocks taken out; a request that shares one of them shares nothing.
         """
         return self._prefixes.leave(request_id, self._tables[request_id], num_computed)
 
-    def num_out_of_sight(self, num_computed: int) -> int:
+    def num_skipped_blocks(self, num_computed: int) -> int:
         """Return how many of a request's first blocks no later token attends to, with a sliding window W.
 
         The token at position i sees positions i − W + 1 to i.
@@ -256,29 +260,30 @@ class BlockManager:
         window = self.config.sliding_window
         return 0 if window is None else max(0, num_computed - window + 1) // self._block_size
 
-    def forget(self, request_id: str, num_computed: int) -> int:
-        """Give back a request's blocks that are out of sight.
+    def remove_skipped_blocks(self, request_id: str, num_computed: int) -> int:
+        """Give back a request's blocks that fell out of its sliding window.
 
         Args:
-            request_id: Whose blocks.
+            request_id: Id of the request.
             num_computed: Tokens whose KV is computed: the position of the next one.
 
         Returns:
             How many of the first places of its table are `NULL_BLOCK` now.
         """
-        table, num_lost = self._tables[request_id], self.num_out_of_sight(num_computed)
+        table, num_lost = self._tables[request_id], self.num_skipped_blocks(num_computed)
         for place in range(num_lost - 1, -1, -1):
             if table[place] == NULL_BLOCK:
                 break
+            self._events.released.append((request_id, table[place]))
             self._release(table[place])
             table[place] = NULL_BLOCK
         return num_lost
 
-    def swap_out(self, request_id: str, num_computed: int) -> tuple[Pair, ...] | None:
+    def move_to_host(self, request_id: str, num_computed: int) -> tuple[Pair, ...] | None:
         """Move a request to the host's pool.
 
         Args:
-            request_id: Who is moved.
+            request_id: Id of the request.
             num_computed: Tokens whose KV is in its blocks; blocks behind them are given back uncopied.
 
         Returns:
@@ -287,57 +292,54 @@ class BlockManager:
         """
         table, host = self._tables[request_id], self._host
         moved = table[: self.blocks_for(num_computed)]
-        num_new = sum(block != NULL_BLOCK and block not in host.twin_of for block in moved)
+        num_new = sum(block != NULL_BLOCK and block not in host.host_block for block in moved)
         if not moved or num_new > len(host.free):
             return None
         pairs, host_table = [], []
         for place, block in enumerate(moved):
-            target = block
-            if block != NULL_BLOCK:
-                known = host.twin_of.get(block)
-                target = host.take() if known is None else known
-                host.ref_counts[target] += 1
-                if known is None:
-                    pairs.append((block, target))
-                    if (place + 1) * self._block_size <= num_computed:
-                        host.pair(block, target)
+            target = NULL_BLOCK if block == NULL_BLOCK else host.host_block.get(block)
+            if target is None:
+                target = host.take()
+                pairs.append((block, target))
+                if (place + 1) * self._block_size <= num_computed:
+                    host.mirror(block, target)
             host_table.append(target)
-        self.free(request_id)
-        host.tables[request_id] = host_table
+        host.hold(request_id, host_table)
+        self._free_table(request_id)
         return tuple(pairs)
 
-    def can_swap_in(self, request_id: str, num_tokens: int) -> bool:
+    def can_move_to_device(self, request_id: str, num_tokens: int) -> bool:
         """Return whether a swapped request could come back now and then hold `num_tokens` tokens."""
-        table, twins = self._host.tables[request_id], self._twins(request_id)
+        table, mirrored = self._host.tables[request_id], self._mirrored(request_id)
         num_null = sum(block == NULL_BLOCK for block in table)
         num_wanted = self._at_most(max(self.blocks_for(num_tokens), len(table)) - num_null)
-        evictable = self.num_free_blocks - sum(block in self._unreferenced for block in twins.values())
-        return num_wanted - len(twins) <= evictable
+        evictable = self.num_free_blocks - sum(block in self._unreferenced for block in mirrored.values())
+        return num_wanted - len(mirrored) <= evictable
 
-    def swap_in(self, request_id: str) -> tuple[Pair, ...] | None:
+    def move_to_device(self, request_id: str) -> tuple[Pair, ...] | None:
         """Move a request back to the device's pool; `table` has its blocks then.
 
         Returns:
             The (host block, device block) pairs to copy, or None if too few blocks are free; then nothing has
             changed.
         """
-        host, twins = self._host, self._twins(request_id)
-        wanted = [block for block in host.tables[request_id] if block != NULL_BLOCK and block not in twins]
-        unpinned = sum(block in self._unreferenced for block in twins.values())
+        host, mirrored = self._host, self._mirrored(request_id)
+        wanted = [block for block in host.tables[request_id] if block != NULL_BLOCK and block not in mirrored]
+        unpinned = sum(block in self._unreferenced for block in mirrored.values())
         if len(wanted) > self.num_free_blocks - unpinned:
             return None
         # Pinned first: what is there already can then not be evicted to make room for the rest.
-        for block in twins.values():
+        for block in mirrored.values():
             self._refer(block)
         if len(wanted) > len(self._free):
             self._evict(len(wanted))
         pairs = list(zip(wanted, self._take(len(wanted)) if wanted else (), strict=True))
-        place_of = {NULL_BLOCK: NULL_BLOCK, **twins, **dict(pairs)}
+        place_of = {NULL_BLOCK: NULL_BLOCK, **mirrored, **dict(pairs)}
         self._tables[request_id] = [place_of[block] for block in host.tables[request_id]]
         for source, target in pairs:
-            if host.ref_counts[source] > 1:
-                # Someone else's copy stays, and only what is full has several holders.
-                host.pair(target, source)
+            if host.is_shared(source):
+                # The copy of another request stays, and only what is full is shared.
+                host.mirror(target, source)
         host.drop(request_id)
         return tuple(pairs)
 
@@ -347,25 +349,33 @@ class BlockManager:
         Raises:
             ValueError: The request holds no blocks, for instance because it was freed before.
         """
-        table = self._tables.pop(request_id, None)
-        if table is None:
-            if request_id in self._host.tables:
-                self._host.drop(request_id)
-                return
+        if request_id in self._tables:
+            self._free_table(request_id)
+        elif request_id in self._host.tables:
+            self._host.drop(request_id)
+        else:
             raise ValueError(
                 f"request {request_id!r} holds no blocks; it was never allocated or already freed"
             )
+
+    def take_events(self) -> BlockEvents:
+        """Return what became of blocks since the last call."""
+        return self._events.take()
+
+    def _free_table(self, request_id: str) -> None:
+        table = self._tables.pop(request_id)
         self._prefixes.drop(request_id)
         table.reverse()
         blocks = table if self.config.sliding_window is None else [block for block in table if block >= 0]
         counts = self._ref_counts
-        if not (self.config.prefix_caching or self._num_extra_references or self._host.twin_of):
+        if not (self.config.prefix_caching or self._num_extra_references or self._host.host_block):
             # Nothing is cached, shared or there twice: the blocks go back as they are.
             for block in blocks:
                 if not counts[block]:
                     raise ValueError(f"block {block} is free already")
                 counts[block] = 0
             self._free += blocks
+            self._events.freed += blocks
             return
         # The tail first: it is evicted before the head, without which it could not be reached.
         for block in blocks:
@@ -381,10 +391,10 @@ class BlockManager:
                 f"request {request_id!r} holds blocks already; only a new table can share a prefix"
             )
 
-    def _twins(self, request_id: str) -> dict[int, int]:
+    def _mirrored(self, request_id: str) -> dict[int, int]:
         """Return the device blocks that hold what some of a swapped request's host blocks hold."""
-        twins = self._host.twin
-        return {block: twins[block] for block in self._host.tables[request_id] if block in twins}
+        mirrored = self._host.device_block
+        return {block: mirrored[block] for block in self._host.tables[request_id] if block in mirrored}
 
     def _refer(self, block: int) -> None:
         if self._ref_counts[block]:
@@ -407,10 +417,12 @@ class BlockManager:
         self._ref_counts[block] = count - 1
         if count > 1:
             self._num_extra_references -= 1
-        elif self._prefixes.holds(block):
+            return
+        self._events.freed.append(block)
+        if self._prefixes.holds(block):
             self._unreferenced[block] = None
         else:
-            self._host.part(block)
+            self._host.unmirror(block)
             self._free.append(block)
 
     def _evict(self, num_blocks: int) -> bool:
@@ -419,8 +431,8 @@ class BlockManager:
             return False
         for _ in range(num_blocks - len(self._free)):
             block, _ = self._unreferenced.popitem(last=False)
-            self._prefixes.forget(block)
-            self._host.part(block)
+            self._prefixes.evict(block)
+            self._host.unmirror(block)
             self._free.append(block)
         return True
 
@@ -446,4 +458,4 @@ class BlockManager:
         assert cached <= self._prefixes.check(), "a block without content is kept as cached"
         assert not self._tables.keys() & self._host.tables.keys(), "a request is on both tiers"
         self._host.check()
-        assert self._host.twin_of.keys() <= held | cached, "a free block has a twin"
+        assert self._host.host_block.keys() <= held | cached, "a free block is mirrored"

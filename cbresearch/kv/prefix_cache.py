@@ -1,23 +1,47 @@
-"""Which blocks hold which prefixes."""
+"""Which blocks hold which prefixes (vLLM's automatic prefix caching, by content and verified)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from hashlib import blake2b
+from typing import NamedTuple
 
-from cbresearch.blocks.content import Content, Extra
-from cbresearch.blocks.host import NULL_BLOCK
+from cbresearch.kv.interface import NULL_BLOCK, EventLog
+
+ExtraKeys = tuple[tuple[str, Hashable], ...]
+"""What beside its tokens tells a prefix apart: (kind, value) pairs, such as ("salt", "x")."""
 
 
-class PrefixIndex:
+class Content(NamedTuple):
+    """What a full block holds: its tokens, behind the chain of blocks that the parent's digest stands for."""
+
+    parent: bytes
+    token_ids: tuple[int, ...]
+    extra_keys: ExtraKeys
+
+
+def digest_of(content: tuple[bytes, tuple[int, ...], ExtraKeys]) -> bytes:
+    """Return 16 bytes that stand for a block and all before it, the same in every process."""
+    parent, token_ids, extra_keys = content
+    digest = blake2b(parent, digest_size=16)
+    digest.update(repr((token_ids, extra_keys)).encode())
+    return digest.digest()
+
+
+class PrefixCache:
     """Find a block by what it holds: its own tokens and all before them.
 
     Args:
         num_blocks: Blocks in the pool.
         block_size: Tokens per block.
         digest: Maps a block's content to the name by which it is found.
+        events: Where blocks that become findable, or cease to be, are logged.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, digest: Callable[[Content], bytes]) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, digest: Callable[[Content], bytes], events: EventLog
+    ) -> None:
         self._block_size = block_size
         self._digest = digest
+        self._events = events
         self._contents: list[Content | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
         self._chains: dict[str, list[bytes]] = {}
@@ -26,12 +50,12 @@ class PrefixIndex:
         """Return whether a block can be found by its content."""
         return self._contents[block] is not None
 
-    def match(self, token_ids: Sequence[int], extra: Extra) -> tuple[int, ...]:
+    def match(self, token_ids: Sequence[int], extra_keys: ExtraKeys) -> tuple[int, ...]:
         """Return the blocks with which some token ids begin, their last token never among them."""
         matched: list[int] = []
         parent = b""
         for end in range(self._block_size, len(token_ids), self._block_size):
-            content = Content(parent, tuple(token_ids[end - self._block_size : end]), extra)
+            content = Content(parent, tuple(token_ids[end - self._block_size : end]), extra_keys)
             parent = self._digest(content)
             block = self._index.get(parent)
             if block is None or self._contents[block] != content:
@@ -40,7 +64,7 @@ class PrefixIndex:
         return tuple(matched)
 
     def begin(self, request_id: str, table: Sequence[int]) -> None:
-        """Take note of a request that begins with blocks which may be known."""
+        """Take note of a request that begins with blocks which may be findable."""
         digests: list[bytes] = []
         for block in table:
             content = self._contents[block] if block != NULL_BLOCK else None
@@ -50,14 +74,19 @@ class PrefixIndex:
         self._chains[request_id] = digests
 
     def enter(
-        self, request_id: str, table: Sequence[int], token_ids: Sequence[int], num_computed: int, extra: Extra
+        self,
+        request_id: str,
+        table: Sequence[int],
+        token_ids: Sequence[int],
+        num_computed: int,
+        extra_keys: ExtraKeys,
     ) -> None:
-        """Make a request's full blocks known, as far as its tokens are computed."""
+        """Make a request's full blocks findable, as far as its tokens are computed."""
         digests = self._chains.setdefault(request_id, [])
         for place in range(len(digests), num_computed // self._block_size):
             begin = place * self._block_size
             parent = digests[-1] if digests else b""
-            content = Content(parent, tuple(token_ids[begin : begin + self._block_size]), extra)
+            content = Content(parent, tuple(token_ids[begin : begin + self._block_size]), extra_keys)
             digest = self._digest(content)
             holder, block = self._index.get(digest), table[place]
             if holder is not None and self._contents[holder] != content:
@@ -66,34 +95,36 @@ class PrefixIndex:
             if holder is None and block != NULL_BLOCK:
                 self._index[digest] = block
                 self._contents[block] = content
+                self._events.cached.append(block)
             digests.append(digest)
 
     def leave(self, request_id: str, table: Sequence[int], num_computed: int) -> tuple[int, ...]:
-        """Forget those of a request's blocks whose tokens are not all computed, and return them."""
+        """Evict those of a request's blocks whose tokens are not all computed, and return them."""
         place = num_computed // self._block_size
         self.cut(request_id, place)
         taken = [block for block in table[place:] if block != NULL_BLOCK and self.holds(block)]
         for block in taken:
-            self.forget(block)
+            self.evict(block)
         return tuple(taken)
 
     def cut(self, request_id: str, place: int) -> None:
-        """Forget what a request's table holds from a place on, as far as this request is concerned."""
+        """Drop what a request's table holds from a place on, as far as this request is concerned."""
         del self._chains.get(request_id, [])[place:]
 
     def drop(self, request_id: str) -> None:
-        """Forget a request; its blocks can still be found."""
+        """Drop a request; its blocks can still be found."""
         self._chains.pop(request_id, None)
 
-    def forget(self, block: int) -> None:
-        """Make a block unknown: its content is about to go."""
+    def evict(self, block: int) -> None:
+        """Make a block unfindable: its content is about to go."""
         content = self._contents[block]
         assert content is not None
         del self._index[self._digest(content)]
         self._contents[block] = None
+        self._events.evicted.append(block)
 
     def check(self) -> set[int]:
-        """Prove that the index and the contents agree; return the blocks that are known."""
+        """Prove that the index and the contents agree; return the blocks that can be found."""
         named = {block for block, content in enumerate(self._contents) if content is not None}
         assert sorted(self._index.values()) == sorted(named), "the index differs from the blocks' contents"
         for block in named:

@@ -1,11 +1,12 @@
 """Contiguous baselines: a request reserves one run of blocks when it joins (vLLM, SOSP'23, section 6.1)."""
 
-from collections.abc import Sequence
-from heapq import heappop, heappush
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 
 from cbresearch.config import CacheConfig
-from cbresearch.request import Request
+from cbresearch.kv.interface import EventLog
+from cbresearch.request import Request, RequestState
+from cbresearch.step import BlockEvents, Transfer
 
 
 def reserved_tokens(request: Request, reservation: str, max_model_len: int | None = None) -> int:
@@ -15,12 +16,12 @@ def reserved_tokens(request: Request, reservation: str, max_model_len: int | Non
     |---|---|
     | "max" | `max_model_len` |
     | "pow2" | prompt + output rounded up to a power of two (25 to 32), not over `max_model_len` |
-    | "oracle" | prompt + output - 1: who knows the length knows too that the last token needs no KV |
+    | "oracle" | prompt + output - 1: the last token, known to be the last, needs no KV |
 
     The output is `output_length` where it is known, else `max_tokens`. No reservation is too short for it.
 
     Args:
-        request: Who reserves; its prompt's length is known.
+        request: The request; its prompt's length is known.
         reservation: "max", "pow2" or "oracle".
         max_model_len: Longest context in tokens, or None for no limit.
 
@@ -40,7 +41,7 @@ def reserved_tokens(request: Request, reservation: str, max_model_len: int | Non
         raise ValueError(f"reservation {reservation!r} is not known; choose max, pow2 or oracle")
     if max_model_len is None:
         raise ValueError(
-            "reservation 'max' reserves the longest context for everyone, but max_model_len is None; set "
+            "reservation 'max' reserves the longest context for every request, but max_model_len is None; set "
             "SchedulerConfig.max_model_len"
         )
     return max(needed, max_model_len)
@@ -51,41 +52,12 @@ def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-class _Runs:
-    """The addresses of free runs of one size; an operation takes O(log n), averaged over its history."""
-
-    __slots__ = ("free", "heap", "stale")
-
-    def __init__(self) -> None:
-        self.free: set[int] = set()
-        # Removing from a heap's middle would take O(n): who left stays in it until it surfaces or comes back.
-        self.heap: list[int] = []
-        self.stale: set[int] = set()
-
-    def add(self, address: int) -> None:
-        self.free.add(address)
-        if address in self.stale:
-            self.stale.remove(address)
-        else:
-            heappush(self.heap, address)
-
-    def remove(self, address: int) -> None:
-        self.free.remove(address)
-        self.stale.add(address)
-
-    def take_lowest(self) -> int:
-        while (address := heappop(self.heap)) in self.stale:
-            self.stale.remove(address)
-        self.free.remove(address)
-        return address
-
-
 class BuddyAllocator:
     """Hand out runs of a power of two of blocks, at multiples of their size (Knowlton, CACM 8(10), 1965).
 
     The smallest free run that is large enough is halved until it fits, of equal ones the lowest. A run given
     back merges with the half it was once split from, its buddy, when that is free too. So a run is refused
-    exactly when no free blocks at a multiple of its size make it up. An operation takes O(log n), averaged.
+    exactly when no free blocks at a multiple of its size make it up.
 
     A pool of another size begins as the powers of two that sum up to it, the largest at address 0.
 
@@ -96,7 +68,8 @@ class BuddyAllocator:
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
         self.num_free_blocks = num_blocks
-        self._free = [_Runs() for _ in range(num_blocks.bit_length())]
+        # Addresses of the free runs, by the binary logarithm of their size.
+        self._free: list[set[int]] = [set() for _ in range(num_blocks.bit_length())]
         self._orders: dict[int, int] = {}
         address = 0
         for order in reversed(range(num_blocks.bit_length())):
@@ -104,19 +77,23 @@ class BuddyAllocator:
                 self._free[order].add(address)
                 address += 1 << order
 
+    @property
+    def held_runs(self) -> Mapping[int, int]:
+        """Return the binary logarithm of the size of each held run by its address."""
+        return self._orders
+
     def fits(self, num_blocks: int) -> bool:
         """Return whether a run of at least so many blocks is free."""
-        return any(runs.free for runs in self._free[(num_blocks - 1).bit_length() :])
+        return any(self._free[(num_blocks - 1).bit_length() :])
 
     def allocate(self, num_blocks: int) -> int | None:
         """Take a run of at least so many blocks; return its address, or None if none is free."""
         order = (num_blocks - 1).bit_length()
-        for larger in range(order, len(self._free)):
-            if self._free[larger].free:
-                break
-        else:
+        larger = next((size for size in range(order, len(self._free)) if self._free[size]), None)
+        if larger is None:
             return None
-        address = self._free[larger].take_lowest()
+        address = min(self._free[larger])
+        self._free[larger].remove(address)
         for half in reversed(range(order, larger)):
             self._free[half].add(address + (1 << half))
         self._orders[address] = order
@@ -133,7 +110,7 @@ class BuddyAllocator:
         if order is None:
             raise ValueError(f"no run begins at block {address}; it was never allocated or already freed")
         self.num_free_blocks += 1 << order
-        while (buddy := address ^ 1 << order) in self._free[order].free:
+        while (buddy := address ^ 1 << order) in self._free[order]:
             self._free[order].remove(buddy)
             address = min(address, buddy)
             order += 1
@@ -145,7 +122,7 @@ class BuddyAllocator:
         Raises:
             AssertionError: Runs overlap or leave gaps, are misplaced or unmerged, or are miscounted.
         """
-        free = [(address, order) for order, runs in enumerate(self._free) for address in runs.free]
+        free = [(address, order) for order, runs in enumerate(self._free) for address in runs]
         tiles = sorted([*free, *self._orders.items()])
         assert all(address % (1 << order) == 0 for address, order in tiles), (
             "a run is not at its size's multiple"
@@ -158,20 +135,17 @@ class BuddyAllocator:
             for left, right in pairwise(sorted(free))
         ), "two free buddies are not merged"
         assert self.num_free_blocks == sum(1 << order for _, order in free), "free blocks are miscounted"
-        for runs in self._free:
-            assert not runs.free & runs.stale, "a run is free and stale at once"
-            assert sorted(runs.heap) == sorted(runs.free | runs.stale), "a heap differs from its runs"
 
 
-class ReservationManager:
-    """Reserve one contiguous run of blocks for each request, in the place of a `BlockManager`.
+
+class ContiguousKV:
+    """Reserve one contiguous run of blocks for each request, in the place of a `PagedKV`.
 
     A run is taken whole when its request joins and given back whole when it leaves. It holds all the tokens
-    that the request can come to have, so nobody ever runs out of blocks midway. A buddy allocator makes the
-    runs powers of two: what a run has beyond its reservation serves nobody (`num_unusable_blocks`), and
-    free blocks that lie apart do not help who needs a long run. Nothing is cached, shared or swapped.
-
-    Blocks are free, held (reserved by somebody) or unusable; these add up to the pool.
+    that the request can come to have, so that no request runs out of blocks midway. A buddy allocator makes
+    the runs powers of two: what a run has beyond its reservation is of no use (`num_unusable_blocks`), and
+    free blocks that lie apart do not help a request that needs a long run. Nothing is cached, shared or
+    swapped.
 
     Args:
         config: The pool's size, and how much is reserved.
@@ -187,13 +161,14 @@ class ReservationManager:
 
     def __init__(self, config: CacheConfig, max_model_len: int | None) -> None:
         if config.reservation is None:
-            raise ValueError("CacheConfig: reservation is None, which is paging; use a BlockManager")
+            raise ValueError("CacheConfig: reservation is None, which is paging; use a PagedKV")
         self.config = config
         self._reservation = config.reservation
         self._max_model_len = max_model_len
         # Whatever can be wrong with the limits shows on any request; better now than at the first arrival.
         reserved_tokens(Request("any", 1, 1), self._reservation, max_model_len)
         self._buddies = BuddyAllocator(config.num_blocks)
+        self._events = EventLog()
         self._reserved: dict[str, int] = {}
         self._runs: dict[str, range] = {}
         self._num_held = 0
@@ -222,7 +197,7 @@ class ReservationManager:
         """Return how many blocks hold `num_tokens` tokens."""
         return -(-num_tokens // self.config.block_size)
 
-    def expect(self, request: Request) -> int:
+    def max_blocks_needed(self, request: Request) -> int:
         """Remember what a request will reserve, for as often as it joins.
 
         Returns:
@@ -240,20 +215,32 @@ class ReservationManager:
         """Return a request's blocks, all that it reserved, in order; empty if it holds none."""
         return tuple(self._runs.get(request_id, ()))
 
+    def host_table(self, request_id: str) -> tuple[int, ...]:
+        """Return no blocks: there is no host pool."""
+        return ()
+
     def holds(self, request_id: str) -> bool:
         """Return whether a request holds a run."""
         return request_id in self._runs
 
-    def can_allocate(
-        self, request_id: str, num_tokens: int, matched: Sequence[int] = (), num_copies: int = 0
-    ) -> bool:
-        """Return whether the request holds a run or one is free that holds its whole reservation.
+    def num_private_blocks(self, request_id: str) -> int:
+        """Return how many blocks would be free if a request gave back its own."""
+        return len(self._runs[request_id])
+
+    def num_cached_tokens(self, state: RequestState) -> int:
+        """Return 0: no prefix is cached."""
+        return 0
+
+    def admit(self, state: RequestState, sibling: RequestState | None) -> bool:
+        """Return whether a run is free that holds the request's whole reservation.
 
         Raises:
-            ValueError: The request reserves less than `num_tokens` tokens, or nothing.
+            ValueError: The request reserves less than its known tokens, or nothing.
         """
-        needed = self._needed(request_id, num_tokens)
-        return request_id in self._runs or self._buddies.fits(needed)
+        if not self._buddies.fits(self._needed(state.id, state.num_tokens)):
+            return False
+        state.num_computed_tokens, state.num_transferred_tokens = state.num_transferred_tokens, 0
+        return True
 
     def allocate(self, request_id: str, num_tokens: int) -> tuple[int, ...] | None:
         """Take a request's whole run, unless it holds it already.
@@ -275,6 +262,40 @@ class ReservationManager:
         self._num_held += needed
         return tuple(run)
 
+    def capacities(self, request_ids: Sequence[str]) -> list[int]:
+        """Return how many tokens requests' runs can hold."""
+        return [len(self._runs[request_id]) * self.config.block_size for request_id in request_ids]
+
+    def append_blocks(self, request_ids: Sequence[str]) -> list[int]:
+        """Return no blocks: a run never grows.
+
+        Raises:
+            ValueError: A request is named.
+        """
+        for request_id in request_ids:
+            self._needed(request_id, len(self._runs[request_id]) * self.config.block_size + 1)
+        return []
+
+    def update(self, state: RequestState, start: int) -> None:
+        """Do nothing: a run stays whole until its request leaves."""
+
+    def cache_scheduled(self, state: RequestState, end: int) -> None:
+        """Do nothing: no prefix is cached."""
+
+    def uncache(
+        self, state: RequestState, num_computed: int, others: Iterable[RequestState]
+    ) -> list[RequestState]:
+        """Return no request: no block is shared."""
+        return []
+
+    def swap_out(self, state: RequestState) -> bool:
+        """Return False: there is no host pool, so that a preempted request computes again."""
+        return False
+
+    def swap_in(self, state: RequestState) -> bool:
+        """Return False: no request was swapped out."""
+        return False
+
     def free(self, request_id: str) -> None:
         """Give back a request's run. What it reserves is still known, should it join again.
 
@@ -287,59 +308,16 @@ class ReservationManager:
                 f"request {request_id!r} holds no blocks; it was never allocated or already freed"
             )
         self._num_held -= len(run)
+        self._events.freed += run
         self._buddies.release(run.start)
 
-    def match(self, token_ids: Sequence[int], extra: object = ()) -> tuple[int, ...]:
-        """Return no blocks: nothing is cached."""
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Return no copies."""
         return ()
 
-    def share(self, request_id: str, matched: Sequence[int]) -> None:
-        """Share nothing, which is what `match` finds.
-
-        Raises:
-            ValueError: There is something to share.
-        """
-        if matched:
-            raise ValueError(
-                f"request {request_id!r} cannot share blocks: its reservation is one run of its own"
-            )
-
-    def make_writable(self, request_id: str, place: int) -> tuple[tuple[int, int], ...]:
-        """Copy nothing: no block is shared."""
-        return ()
-
-    def enter(self, request_id: str, token_ids: Sequence[int], num_computed: int, extra: object = ()) -> None:
-        """Cache nothing."""
-
-    def leave(self, request_id: str, num_computed: int) -> tuple[int, ...]:
-        """Take nothing out of the cache: nothing is in it."""
-        return ()
-
-    def num_out_of_sight(self, num_computed: int) -> int:
-        """Return 0: every layer sees the whole context."""
-        return 0
-
-    def forget(self, request_id: str, num_computed: int) -> int:
-        """Give back nothing: a run stays whole until its request leaves."""
-        return 0
-
-    def num_private_blocks(self, request_id: str) -> int:
-        """Return how many blocks would be free if a request gave back its own."""
-        return len(self._runs[request_id])
-
-    def host_table(self, request_id: str) -> tuple[int, ...]:
-        """Return no blocks: there is no host tier."""
-        return ()
-
-    def swap_out(self, request_id: str, num_computed: int) -> None:
-        """Move nothing, which None says: who has to make room computes again."""
-
-    def can_swap_in(self, request_id: str, num_tokens: int) -> bool:
-        """Return False: nobody was swapped out."""
-        return False
-
-    def swap_in(self, request_id: str) -> None:
-        """Move nothing, which None says."""
+    def take_events(self) -> BlockEvents:
+        """Return what became of blocks since the last call."""
+        return self._events.take()
 
     def check(self) -> None:
         """Prove the pool's invariants.
@@ -350,7 +328,7 @@ class ReservationManager:
         self._buddies.check()
         orders = {run.start: (len(run) - 1).bit_length() for run in self._runs.values()}
         assert len(orders) == len(self._runs), "two requests hold one run"
-        assert orders == self._buddies._orders, "the runs differ from the allocator's"
+        assert orders == self._buddies.held_runs, "the runs differ from the allocator's"
         assert self._num_held == sum(map(len, self._runs.values())), "held blocks are miscounted"
         for request_id, run in self._runs.items():
             assert run, f"request {request_id!r} has an empty run"

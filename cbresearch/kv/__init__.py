@@ -1,0 +1,35 @@
+"""Bookkeeping of the KV pool: paged blocks on two tiers, and the contiguous baselines."""
+
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.kv.block_manager import BlockManager, Pair
+from cbresearch.kv.contiguous import BuddyAllocator, ContiguousKV, reserved_tokens
+from cbresearch.kv.interface import NULL_BLOCK, KVManager
+from cbresearch.kv.paged import PagedKV
+from cbresearch.kv.prefix_cache import ExtraKeys, digest_of
+
+__all__ = [
+    "NULL_BLOCK",
+    "BlockManager",
+    "BuddyAllocator",
+    "ContiguousKV",
+    "ExtraKeys",
+    "KVManager",
+    "PagedKV",
+    "Pair",
+    "build",
+    "digest_of",
+    "reserved_tokens",
+]
+
+
+def build(cache: CacheConfig, limits: SchedulerConfig, recomputes_last: bool) -> KVManager:
+    """Return the manager that a cache configuration asks for.
+
+    Args:
+        cache: The pool.
+        limits: The limits of a step, which bound what a request can hold.
+        recomputes_last: Whether a finished request's last position may be computed over again.
+    """
+    if cache.reservation is not None:
+        return ContiguousKV(cache, limits.max_model_len)
+    return PagedKV(cache, limits.max_num_batched_tokens, recomputes_last=recomputes_last)

@@ -1,0 +1,84 @@
+"""The host's pool, to which preempted requests are swapped out."""
+
+from collections.abc import Iterable, Sequence
+
+from cbresearch.kv.interface import NULL_BLOCK, EventLog
+
+
+class HostPool:
+    """Tables of the swapped requests, reference counts, and which host blocks mirror which device blocks.
+
+    Args:
+        num_blocks: Blocks in the host's pool.
+        events: Where references to host blocks that come and go are logged.
+    """
+
+    def __init__(self, num_blocks: int, events: EventLog) -> None:
+        self.free = list(range(num_blocks - 1, -1, -1))
+        self.tables: dict[str, list[int]] = {}
+        # Full blocks that are on both tiers, each by the other.
+        self.device_block: dict[int, int] = {}
+        self.host_block: dict[int, int] = {}
+        self._ref_counts = [0] * num_blocks
+        self._events = events
+
+    def take(self) -> int:
+        """Return a free block, which is not free any more."""
+        return self.free.pop()
+
+    def is_shared(self, host_block: int) -> bool:
+        """Return whether several swapped requests refer to a block."""
+        return self._ref_counts[host_block] > 1
+
+    def mirror(self, device_block: int, host_block: int) -> None:
+        """Note that two blocks hold the same and will not be written."""
+        self.device_block[host_block], self.host_block[device_block] = device_block, host_block
+
+    def unmirror(self, device_block: int) -> None:
+        """Drop the pair that a device block is in: its content is about to go."""
+        host_block = self.host_block.pop(device_block, None)
+        if host_block is not None:
+            del self.device_block[host_block]
+
+    def hold(self, request_id: str, table: Sequence[int]) -> None:
+        """Give a request its table."""
+        self.tables[request_id] = list(table)
+        for block in table:
+            if block != NULL_BLOCK:
+                self._ref_counts[block] += 1
+                self._events.host_held.append((request_id, block))
+
+    def drop(self, request_id: str) -> None:
+        """Give back a request's blocks."""
+        for block in self.tables.pop(request_id):
+            if block == NULL_BLOCK:
+                continue
+            self._ref_counts[block] -= 1
+            if not self._ref_counts[block]:
+                device_block = self.device_block.pop(block, None)
+                if device_block is not None:
+                    del self.host_block[device_block]
+                self.free.append(block)
+                self._events.host_freed.append(block)
+
+    def check(self) -> None:
+        """Prove the pool's invariants; raises AssertionError where one does not hold."""
+        references = num_references(self.tables.values(), len(self._ref_counts))
+        assert references == self._ref_counts, "the host's reference counts differ from its tables"
+        held = {block for block, count in enumerate(references) if count}
+        assert len(set(self.free)) == len(self.free), "a host block is in the free list twice"
+        assert not held & set(self.free), "a host block is held and free at once"
+        assert len(held) + len(self.free) == len(references), "a host block is lost"
+        mirrored = {host: device for device, host in self.host_block.items()}
+        assert mirrored == self.device_block, "mirrored blocks disagree"
+        assert self.device_block.keys() <= held, "a free host block is mirrored"
+
+
+def num_references(tables: Iterable[list[int]], num_blocks: int) -> list[int]:
+    """Return how many of the tables refer to each block."""
+    counts = [0] * num_blocks
+    for table in tables:
+        for block in table:
+            if block != NULL_BLOCK:
+                counts[block] += 1
+    return counts

@@ -1,0 +1,132 @@
+"""The paged KV manager: what one request takes, shares, swaps and gives back."""
+
+from collections.abc import Callable, Iterable
+
+from cbresearch.config import CacheConfig
+from cbresearch.kv.block_manager import BlockManager
+from cbresearch.kv.interface import NULL_BLOCK
+from cbresearch.kv.prefix_cache import Content, ExtraKeys, digest_of
+from cbresearch.request import Request, RequestState
+from cbresearch.step import Transfer
+
+
+class PagedKV(BlockManager):
+    """Give requests their blocks and take them back, and note what has to be copied for it.
+
+    Args:
+        config: The pools' sizes, and whether prefixes are cached.
+        max_chunk: Most tokens of one request that a step computes; it bounds what a sliding window holds.
+        digest: Maps a block's content to its digest; a test may give a bad one.
+        recomputes_last: Whether a finished request's last position may be computed over again (a padding
+            row), so that what it attends to has to stay.
+    """
+
+    def __init__(
+        self,
+        config: CacheConfig,
+        max_chunk: int | None = None,
+        digest: Callable[[Content], bytes] = digest_of,
+        recomputes_last: bool = False,
+    ) -> None:
+        super().__init__(config, max_chunk, digest)
+        self._num_recomputed = int(recomputes_last)
+        self._transfers: list[Transfer] = []
+
+    def num_cached_tokens(self, state: RequestState) -> int:
+        """Return the tokens of a waiting request whose KV is in the prefix cache."""
+        return len(self.match(state.token_ids, extra_keys_of(state.request))) * self.config.block_size
+
+    def admit(self, state: RequestState, sibling: RequestState | None) -> bool:
+        """Begin the table of a request that holds nothing, if there is room for all its known tokens.
+
+        Args:
+            state: The request; its counts of computed tokens are set to what the pool has of its prefix.
+            sibling: A parallel sample that has its prompt computed and still holds it, or None.
+        """
+        size = self.config.block_size
+        if state.num_transferred_tokens:
+            if not self.can_allocate(state.id, state.num_tokens):
+                return False
+            state.num_computed_tokens, state.num_transferred_tokens = state.num_transferred_tokens, 0
+            return True
+        matched = self.match(state.token_ids, extra_keys_of(state.request))
+        if not matched and sibling is None:
+            return self.can_allocate(state.id, state.num_tokens)
+        num_cached = len(matched) * size
+        # Its last prompt token is computed again, since the answer begins with that one's logits.
+        forked = state.num_prompt_tokens - 1
+        if sibling is not None and forked > num_cached:
+            table = self.table(sibling.id)[: self.blocks_for(forked)]
+            # What fell out of the sibling's window must be out of this one's as well.
+            if NULL_BLOCK not in table[self.num_skipped_blocks(forked) :]:
+                matched, num_cached = table, forked
+        num_skipped = self.num_skipped_blocks(num_cached)
+        matched = (NULL_BLOCK,) * num_skipped + matched[num_skipped:]
+        num_copies = int(num_cached % size > 0)
+        if not self.can_allocate(state.id, state.num_tokens, matched, num_copies):
+            return False
+        # Shared first: what was matched can then not be evicted to make room for the rest.
+        self.fork(state.id, matched)
+        state.num_computed_tokens = num_cached
+        state.num_skipped_tokens = size * num_skipped
+        if num_copies:
+            # The one block that it shares and writes: the copy stands in its table before anything reads it.
+            pairs = self.copy_on_write(state.id, num_cached // size)
+            assert pairs is not None
+            self._transfers += [Transfer("copy", source, target) for source, target in pairs]
+        return True
+
+    def update(self, state: RequestState, start: int) -> None:
+        """Cache the blocks that tokens from position `start` on filled; free those out of the window."""
+        config, end = self.config, state.num_computed_tokens
+        size = config.block_size
+        if config.prefix_caching and end // size > start // size:
+            self.cache_scheduled(state, end)
+        if config.sliding_window is not None:
+            skipped = self.remove_skipped_blocks(state.id, end - self._num_recomputed)
+            state.num_skipped_tokens = size * skipped
+
+    def cache_scheduled(self, state: RequestState, end: int) -> None:
+        """Let other requests share a request's full blocks up to a token, if prefixes are cached."""
+        token_ids = state.token_ids
+        # Of a prompt that is a mere length nothing can ever be found again.
+        if self.config.prefix_caching and token_ids:
+            self.cache_full_blocks(state.id, token_ids, end, extra_keys_of(state.request))
+
+    def uncache(
+        self, state: RequestState, num_computed: int, others: Iterable[RequestState]
+    ) -> list[RequestState]:
+        """Take a request's blocks behind its first `num_computed` tokens out of the prefix cache."""
+        if not self.config.prefix_caching:
+            return []
+        taken = set(self.uncache_blocks(state.id, num_computed))
+        return [other for other in others if other is not state and taken & {*self.table(other.id)}]
+
+    def swap_out(self, state: RequestState) -> bool:
+        """Move a request's KV to the host, if it has any and the host has room."""
+        pairs = self.move_to_host(state.id, state.num_computed_tokens)
+        if pairs is None:
+            return False
+        self._transfers += [Transfer("swap_out", source, target) for source, target in pairs]
+        return True
+
+    def swap_in(self, state: RequestState) -> bool:
+        """Bring a request's KV back to the device, if there is room for it and its next tokens."""
+        if not self.can_move_to_device(state.id, state.num_tokens):
+            return False
+        pairs = self.move_to_device(state.id)
+        assert pairs is not None
+        self._transfers += [Transfer("swap_in", source, target) for source, target in pairs]
+        return True
+
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Return the copies that became necessary since the last call, in their order."""
+        if not self._transfers:
+            return ()
+        taken, self._transfers = tuple(self._transfers), []
+        return taken
+
+
+def extra_keys_of(request: Request) -> ExtraKeys:
+    """Return what beside its tokens tells a request's prefix apart."""
+    return () if request.cache_salt is None else (("salt", request.cache_salt),)

@@ -1,0 +1,719 @@
+"""The mechanism: turn a policy's proposals into a plan that fits seats, token budget and blocks."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import repeat
+from typing import NamedTuple
+
+from cbresearch import kv
+from cbresearch.config import PREEMPTIONS, CacheConfig, SchedulerConfig
+from cbresearch.policies.base import Policy, View
+from cbresearch.request import Request, RequestState, RequestStatus
+from cbresearch.scheduler.admission import check_request, choose_preempted, farthest_sibling
+from cbresearch.step import Admission, BlockEvents, Padding, Plan, PoolState, Scheduled, Skipped, StepResult
+
+# In a loop the lookup on the class costs as much as a call.
+RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
+# The named tuple's own constructor is a function in Python, at four times the cost.
+NEW_TUPLE = tuple.__new__
+
+
+class DecodeBatch(NamedTuple):
+    """The next step, where all it does is to decode every running request, and what stays as it is behind it.
+
+    Attributes:
+        order: The running requests in the policy's order.
+        padding: Rows computed for nothing.
+        skipped: As in `Plan`.
+        closed: As in `Plan`.
+        is_waiting: Whether requests wait.
+        is_short: Whether they wait for memory.
+    """
+
+    order: Sequence[RequestState]
+    padding: tuple[Padding, ...]
+    skipped: tuple[Skipped, ...]
+    closed: str | None
+    is_waiting: bool
+    is_short: bool = False
+
+
+class _Draft:
+    """A plan under construction: what a step's proposals have come to so far."""
+
+    def __init__(self) -> None:
+        self.scheduled: dict[str, Scheduled] = {}
+        self.admitted: dict[str, tuple[RequestState, int]] = {}
+        self.preempted: list[RequestState] = []
+        self.requeued: list[RequestState] = []
+        self.aborted: list[str] = []
+        self.swapped: list[str] = []
+        self.skipped: dict[str, str] = {}
+        # Whether seats or blocks became free since the last plan, so that a step need not repeat it.
+        self.was_freed = False
+
+
+class Scheduler:
+    """Own the queues, the seats, the token budget and the blocks; ask a policy what to schedule.
+
+    `submit` requests, then alternate `schedule` and `commit`; `abort` and `preempt` in between. A request
+    that is preempted keeps its tokens and waits at the front. By recompute it gives back its blocks, and
+    its KV is computed again; by swap its KV moves to the host's pool, as long as that has room.
+
+    Args:
+        policy: Decides the order, which request to preempt and how.
+        config: Seats, token budget and longest request.
+        cache: The KV pool.
+        step_time: Seconds of a step of so many tokens and tokens of context, for policies that look ahead.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        config: SchedulerConfig,
+        cache: CacheConfig,
+        step_time: Callable[[int, int], float] | None = None,
+    ) -> None:
+        policy.begin()
+        self.policy = policy
+        self.step_time = step_time
+        self.config = config
+        self.kv = kv.build(cache, config, policy.keeps_seats)
+        self.num_submitted = 0
+        self._step = 0
+        self._states: dict[str, RequestState] = {}
+        self._waiting: OrderedDict[str, RequestState] = OrderedDict()
+        self._swapped: OrderedDict[str, RequestState] = OrderedDict()
+        self._running: list[RequestState] = []
+        # Finished requests of a static batch, whose rows are computed for nothing.
+        self._padding: list[RequestState] = []
+        self._free_seats = list(range(config.max_num_seqs))
+        # Tokens whose KV running requests refer to, a shared one as often as it is referred to.
+        self._num_kv_tokens = 0
+        self._draft = _Draft()
+        # Whether memory refused or preempted a request in the last step.
+        self._is_short = False
+        self._last: tuple[_Draft, Plan | None, Plan | None, int] = self._draft, None, None, 0
+        self._view = View(
+            config, self.kv, self._free_seats, self._waiting.values(), self._swapped.values(), step_time
+        )
+        self._caches_on_schedule = cache.prefix_caching and cache.cache_on_schedule
+        # The base's hooks do nothing, and one would be a call for each token.
+        self._on_scheduled = policy.served if type(policy).served is not Policy.served else None
+        self._can_displace = type(policy).displace is not Policy.displace
+
+    @property
+    def step(self) -> int:
+        """Return the index of the next step."""
+        return self._step
+
+    @property
+    def has_work(self) -> bool:
+        """Return whether a request waits or runs."""
+        return bool(self._running or self._waiting or self._swapped)
+
+    @property
+    def running(self) -> Sequence[RequestState]:
+        """Return the unfinished requests with a seat, in the order of admission."""
+        return self._running
+
+    @property
+    def waiting(self) -> Iterable[RequestState]:
+        """Return the requests without a seat: preempted ones first, then by arrival."""
+        return self._waiting.values()
+
+    @property
+    def swapped(self) -> Iterable[RequestState]:
+        """Return the requests whose KV lies in the host's pool, the earliest admitted first."""
+        return self._swapped.values()
+
+    def validate(self, request: Request) -> None:
+        """Refuse a request that can never be served within the limits, whatever its id.
+
+        Raises:
+            ValueError: What it needs, what there is, and the remedy.
+        """
+        check_request(request, self.config, self.kv)
+
+    def submit(
+        self, request: Request, transferred: RequestState | None = None, now: float | None = None
+    ) -> RequestState:
+        """Queue a request.
+
+        Args:
+            request: The request.
+            now: Seconds since the start of the run; by default its arrival.
+            transferred: Its state in another scheduler, if its KV comes along (disaggregated prefill).
+
+        Raises:
+            ValueError: Its id is taken, or it can never be served within the limits; nothing has changed.
+        """
+        if request.id in self._states:
+            raise ValueError(f"request {request.id!r}: the id is taken; give each an id of its own")
+        self.validate(request)
+        state = RequestState(request, self.num_submitted, request.arrival if now is None else now)
+        if transferred is not None:
+            state.resume(transferred)
+        self.num_submitted += 1
+        self._states[request.id] = state
+        self._waiting[request.id] = state
+        return state
+
+    def schedule(self, now: float) -> Plan:
+        """Plan the next step.
+
+        Args:
+            now: Seconds since the start of the run.
+
+        Raises:
+            RuntimeError: There is work but none of it could be scheduled, or the policy's proposals have no
+                end; the message has the numbers.
+        """
+        draft, view, step = self._draft, self._open_view(now), self._step
+        num_outside = len(self._waiting) + len(self._swapped)
+        most = 10 * (len(self._running) + num_outside) + 100
+        for count, (state, wanted) in enumerate(self.policy.propose(view)):
+            if not view.token_budget:
+                break
+            if count > most:
+                raise RuntimeError(
+                    f"policy {self.policy.name!r} made over {most} proposals in step {step}, for "
+                    f"{len(self._running)} running and {num_outside} waiting requests; it must end"
+                )
+            if state.scheduled_step == step or state.status is FINISHED:
+                continue
+            pending = state.num_tokens - state.num_computed_tokens
+            num_tokens = min(wanted, pending, view.token_budget)
+            if num_tokens < 1:
+                continue
+            if type(num_tokens) is not int:
+                raise TypeError(
+                    f"policy {self.policy.name!r} proposed {wanted!r} tokens for {state}; give a whole number"
+                )
+            if num_tokens < pending and not self.config.chunked_prefill:
+                # No request may overtake it: others would take what it needs of the budget, again and again.
+                draft.skipped[state.id] = view.closed = "chunk"
+            elif state.status is RUNNING:
+                self._continue(state, num_tokens)
+            elif view.closed is not None:
+                draft.skipped[state.id] = view.closed
+            else:
+                self._admit(state, num_tokens)
+        self._move_between_queues(now)
+        # A step that only frees memory is progress too: fewer requests run then.
+        if not draft.scheduled and not draft.preempted and self.has_work:
+            raise RuntimeError(self._why_stuck())
+        plan = self._plan()
+        self._step += 1
+        self._last = draft, plan, self._last[1], self.num_submitted
+        self._draft = _Draft()
+        return plan
+
+    def commit(
+        self, plan: Plan, result: StepResult, now: float
+    ) -> tuple[PoolState, BlockEvents, tuple[RequestState, ...]]:
+        """Take in what a step produced (vLLM: `update_from_output`).
+
+        A request that was aborted since the plan was made is passed over.
+
+        Args:
+            plan: The plan that `schedule` returned last.
+            result: What the executor made of it.
+            now: Seconds since the start of the run, at the end of the step.
+
+        Returns:
+            The pool before the finished requests give back their blocks, what became of blocks since the
+            commit before, and the states of the requests that the step finished.
+        """
+        finished: list[RequestState] = []
+        states, on_scheduled = self._states, self._on_scheduled
+        for entry in plan.scheduled:
+            state = states.get(entry.request_id)
+            if state is None or state.status is not RUNNING:
+                continue
+            self._update(state, entry, result, now)
+            if state.finish_reason is not None:
+                finished.append(state)
+            if on_scheduled is not None:
+                on_scheduled(state, entry.num_tokens)
+        pool, events = self.pool_state(), self.kv.take_events()
+        if finished:
+            self.finish(finished)
+        return pool, events, tuple(finished)
+
+    def pool_state(self) -> PoolState:
+        """Return the queues and blocks as they are now."""
+        pool = self.kv
+        num_external = pool.num_unusable_blocks
+        if self._is_short and (self._waiting or self._swapped):
+            num_external = pool.num_blocks - pool.num_held_blocks - pool.num_cached_blocks
+        return PoolState(
+            len(self._running),
+            len(self._waiting) + len(self._swapped),
+            pool.num_held_blocks,
+            self._num_held_tokens(),
+            pool.num_cached_blocks,
+            num_external,
+            pool.num_shared_blocks,
+            len(self._swapped),
+            pool.num_held_host_blocks,
+        )
+
+    def finish(self, finished: Sequence[RequestState]) -> None:
+        """End running requests whose `finish_reason` is set, and take back their seats and blocks."""
+        self._draft.was_freed = True
+        for state in finished:
+            state.status = FINISHED
+            self._num_kv_tokens -= state.num_kv_tokens
+        self._set_running([state for state in self._running if state.status is RUNNING])
+        leaving = list(finished)
+        if self.policy.keeps_seats:
+            # A failed row holds nothing that could be computed over again.
+            leaving = [state for state in finished if state.error is not None]
+            self._padding += [state for state in finished if state.error is None]
+            if not self._running:
+                leaving += self._padding
+        for state in leaving:
+            self._vacate(state)
+        if not self._running:
+            self._padding = []
+
+    def wakes(self, now: float) -> float | None:
+        """Return the seconds until which the policy wants to wait although there is work, or None."""
+        if self._running:
+            return None
+        wake = self.policy.wakes(self._open_view(now))
+        return wake if wake is not None and wake > now else None
+
+    def preempt(self, request_id: str, mode: str | None = None) -> None:
+        """Preempt a running request before the next step, for a test or an experiment.
+
+        Args:
+            request_id: Id of the request.
+            mode: "recompute" or "swap"; by default what the policy says.
+
+        Raises:
+            ValueError: It is not running, or the mode is unknown.
+        """
+        state = self._states.get(request_id)
+        if state is None or state.status is not RUNNING:
+            raise ValueError(f"request {request_id!r} is not running, so it cannot be preempted")
+        scheduled_step = state.scheduled_step
+        self._preempt(state, mode)
+        # The next step is open to every request, to this one as well.
+        self._view.closed = None
+        state.scheduled_step = scheduled_step
+        self._move_between_queues(0.0)
+        self.finish([])
+
+    def abort(self, request_id: str) -> RequestState:
+        """End a request wherever it is, even while a step runs; its state keeps what it generated so far.
+
+        Raises:
+            ValueError: The request is unknown or finished.
+        """
+        state = self._states.get(request_id)
+        if state is None or state.status is FINISHED:
+            raise ValueError(
+                f"request {request_id!r} is {'finished' if state else 'unknown'}, so it cannot be aborted"
+            )
+        state.finish_reason = "abort"
+        self._draft.aborted.append(state.id)
+        if state.status is RUNNING:
+            self.finish([state])
+            return state
+        if state.status is RequestStatus.SWAPPED:
+            self.kv.free(state.id)
+        self._waiting.pop(state.id, None)
+        self._swapped.pop(state.id, None)
+        state.status = FINISHED
+        return state
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept of a finished request, so that a server can go on for ever; its id is free again.
+
+        Raises:
+            ValueError: The request is unknown or not finished.
+        """
+        state = self._states.get(request_id)
+        if state is None or state.status is not FINISHED or state in self._padding:
+            raise ValueError(f"request {request_id!r} is not finished, so it cannot be forgotten")
+        del self._states[request_id]
+
+    def check(self) -> None:
+        """Prove the invariants of queues, seats and blocks.
+
+        Raises:
+            AssertionError: One does not hold.
+        """
+        self.kv.check()
+        config, free_seats = self.config, self._free_seats
+        seated = self._running + self._padding
+        seats = [state.seat for state in seated]
+        assert len(seated) <= config.max_num_seqs, "more requests than seats"
+        assert sorted([*free_seats, *(seat for seat in seats if seat is not None)]) == list(
+            range(config.max_num_seqs)
+        ), f"seats are lost or shared: held {seats}, free {free_seats}"
+        queued = [*self._waiting, *self._swapped, *(state.id for state in seated)]
+        assert len(set(queued)) == len(queued), "a request is in two queues"
+        for state in self._waiting.values():
+            assert state.status is RequestStatus.WAITING, f"{state} is in the waiting queue"
+            assert not self.kv.table(state.id), f"{state} waits but holds blocks"
+            assert not self.kv.host_table(state.id), f"{state} waits but holds host blocks"
+        for state in self._swapped.values():
+            assert state.status is RequestStatus.SWAPPED, f"{state} is in the swapped queue"
+            assert self.kv.host_table(state.id), f"{state} is swapped out but holds no host blocks"
+        for state in self._running:
+            assert state.status is RUNNING, f"{state} is in the running queue"
+        held = sum(state.num_kv_tokens for state in self._running)
+        assert held == self._num_kv_tokens, f"{held} tokens are held, {self._num_kv_tokens} counted"
+        if not seated:
+            assert self.kv.num_held_blocks == 0, "blocks are held although nothing runs"
+        if not self._swapped:
+            assert self.kv.num_held_host_blocks == 0, "host blocks are held although nothing is swapped"
+
+    def decode_batch(self, now: float) -> DecodeBatch | None:
+        """Return the next step if all that it and the steps behind it do is to decode the running requests.
+
+        That holds until a request arrives, finishes or finds no block, if the policy keeps what
+        `Policy.fast_forward` promises. Nothing changes by asking.
+
+        Args:
+            now: Seconds since the start of the run.
+        """
+        draft, running, budget = self._draft, self._running, self.config.max_num_batched_tokens
+        if (
+            not running
+            or len(running) > budget
+            or draft.aborted
+            or draft.preempted
+            or any(s.num_tokens - s.num_computed_tokens != 1 or not s.output_token_ids for s in running)
+        ):
+            return None
+        padding = self._padding_rows(budget - len(running))
+        if not (self._waiting or self._swapped):
+            order = self._decode_order(now)
+            closed = "budget" if len(running) == budget else None if self._free_seats else "seats"
+            return None if order is None else DecodeBatch(order, padding, (), closed, False)
+        last, plan, before, num_submitted = self._last
+        # What was refused is refused again as long as nothing is freed: running requests only take blocks.
+        if (
+            plan is None
+            or num_submitted != self.num_submitted
+            or last.was_freed
+            or draft.was_freed
+            or (plan.skipped and (before is None or before.skipped != plan.skipped))
+            or plan.admitted
+            or plan.aborted
+            or plan.transfers
+            or len(plan.scheduled) != len(running)
+            or any(entry.is_prefill or not entry.samples for entry in plan.scheduled)
+        ):
+            return None
+        order = [self._states[entry.request_id] for entry in plan.scheduled]
+        return DecodeBatch(order, padding, plan.skipped, plan.closed, True, self._is_short)
+
+    def advance(self, num_steps: int, num_tokens: int) -> None:
+        """Take note of decode steps whose requests and blocks are brought up to date already.
+
+        Args:
+            num_steps: Steps since the last call.
+            num_tokens: Tokens that running requests were decoded in them.
+        """
+        self._step += num_steps
+        self._num_kv_tokens += num_tokens
+
+    def notify(self, state: RequestState, num_tokens: int) -> None:
+        """Tell the policy of decode steps of a request, if it listens."""
+        if self._on_scheduled is not None:
+            self._on_scheduled(state, num_tokens)
+
+    def _decode_order(self, now: float) -> Sequence[RequestState] | None:
+        """Return the running requests in the policy's order; None unless it proposes just these."""
+        view = self._open_view(now)
+        order: dict[RequestState, None] = {}
+        for state, wanted in self.policy.propose(view):
+            if not view.token_budget:
+                break
+            if state in order:
+                continue
+            if type(wanted) is not int or wanted < 1 or state.status is not RUNNING:
+                return None
+            order[state] = None
+            view.token_budget -= 1
+        return list(order) if len(order) == len(self._running) else None
+
+    def _open_view(self, now: float) -> View:
+        """Return the policy's view of a step in which nothing is scheduled yet."""
+        view = self._view
+        view.now = now
+        view.running = self._running
+        view.token_budget = self.config.max_num_batched_tokens
+        return view
+
+    def _schedule(self, state: RequestState, num_tokens: int, new_block_ids: tuple[int, ...]) -> None:
+        start = state.num_computed_tokens
+        pending = state.num_tokens - start
+        state.scheduled_step = self._step
+        self._view.token_budget -= num_tokens
+        request_id = state.id
+        is_prefill = pending > 1 or not state.output_token_ids
+        self._draft.scheduled[request_id] = NEW_TUPLE(
+            Scheduled,
+            (request_id, state.seat, start, num_tokens, is_prefill, num_tokens == pending, new_block_ids),
+        )
+        if self._caches_on_schedule:
+            self.kv.cache_scheduled(state, start + num_tokens)
+
+    def _continue(self, state: RequestState, num_tokens: int) -> None:
+        """Schedule a running request, preempting others for its blocks or, at last, itself."""
+        end = state.num_computed_tokens + num_tokens
+        while (added := self.kv.allocate(state.id, end)) is None:
+            if not self._free_memory(state):
+                return
+        self._schedule(state, num_tokens, added)
+
+    def _free_memory(self, state: RequestState) -> bool:
+        """Free some blocks for a running request; return whether it still runs itself."""
+        if self._padding:
+            # A row computed for nothing gives way before a request loses work.
+            self._vacate(self._padding.pop())
+            return True
+        candidates = [other for other in self._running if other.num_preemptions < self.config.max_preemptions]
+        # Where all had their share of preemptions the latest comer goes, so that the oldest gets to its end.
+        victim = self.policy.victim(self._view, candidates) if candidates else self._running[-1]
+        self._preempt(victim)
+        return victim is not state
+
+    def _admit(self, state: RequestState, wanted: int) -> None:
+        """Seat a waiting or swapped request if the blocks for all its known tokens are free."""
+        queue = self._swapped if state.status is RequestStatus.SWAPPED else self._waiting
+        if queue.get(state.id) is not state:
+            raise ValueError(
+                f"policy {self.policy.name!r} proposed {state}; propose requests of the view only"
+            )
+        draft, sibling = self._draft, self._sibling(state)
+        if sibling is not None and sibling.num_computed_tokens < state.num_prompt_tokens:
+            # Its prompt is being computed: joining later saves computing it twice.
+            draft.skipped[state.id] = "sibling"
+            return
+        if not self._free_seats and not self._displace(state):
+            draft.skipped[state.id] = "seats"
+            return
+        if not (self._allocate_prefix(state) or (self._displace(state) and self._allocate_prefix(state))):
+            draft.skipped[state.id] = self._view.closed = "blocks"
+            return
+        self._num_kv_tokens += state.num_kv_tokens
+        num_tokens = min(wanted, state.num_tokens - state.num_computed_tokens)
+        added = self.kv.allocate(state.id, state.num_computed_tokens + num_tokens)
+        assert added is not None
+        state.seat = heappop(self._free_seats)
+        state.status = RUNNING
+        draft.skipped.pop(state.id, None)
+        draft.admitted[state.id] = (state, state.seat)
+        self._set_running([*self._running, state])
+        self._schedule(state, num_tokens, self.kv.table(state.id))
+
+    def _allocate_prefix(self, state: RequestState) -> bool:
+        """Get a request without a seat the KV that it left on the host, or that others hold of its prompt."""
+        if state.status is RequestStatus.SWAPPED:
+            return self.kv.swap_in(state)
+        # Asked for again: the one that was there may just have been displaced.
+        sibling = self._sibling(state)
+        is_ready = sibling is not None and sibling.num_computed_tokens >= state.num_prompt_tokens
+        return self.kv.admit(state, sibling if is_ready else None)
+
+    def _displace(self, waiting: RequestState) -> bool:
+        """Preempt running requests for a waiting one, if the policy wants it and it is of use."""
+        if not self._can_displace:
+            return False
+        draft, bound = self._draft, self.config.max_preemptions
+        candidates = [
+            state
+            for state in self._running
+            if state.id not in draft.admitted and state.num_preemptions < bound
+        ]
+        preempted = choose_preempted(
+            self.policy, self._view, waiting, candidates, self.kv, len(self._free_seats)
+        )
+        for state in preempted:
+            self._preempt(state)
+        # No request was refused: the next one may still join.
+        self._view.closed = None
+        return bool(preempted)
+
+    def _sibling(self, state: RequestState) -> RequestState | None:
+        if state.request.group is None or not self.policy.joins_late:
+            return None
+        return farthest_sibling(state, self._running) if self.kv.config.reservation is None else None
+
+    def _preempt(self, state: RequestState, mode: str | None = None) -> None:
+        """Take a request's seat and blocks, and its part of this step if it has one already."""
+        if state not in self._running:
+            raise ValueError(
+                f"policy {self.policy.name!r} chose {state} as victim; choose one of the candidates"
+            )
+        mode = mode or self.policy.preemption(self._view, state)
+        if mode not in PREEMPTIONS:
+            raise ValueError(
+                f"policy {self.policy.name!r} wants {state} preempted by {mode!r}; choose one of "
+                f"{PREEMPTIONS}"
+            )
+        draft = self._draft
+        self._view.closed = "blocks"
+        entry = draft.scheduled.pop(state.id, None)
+        if entry is not None:
+            self._view.token_budget += entry.num_tokens
+            if self._caches_on_schedule:
+                newcomers = [other for other, _ in draft.admitted.values()]
+                for other in self.kv.uncache(state, state.num_computed_tokens, newcomers):
+                    if other in self._running:
+                        self._preempt(other)
+        came_now = draft.admitted.pop(state.id, None) is not None
+        # What only the prefix cache gave it in this very step is not worth moving.
+        is_new = came_now and state.id not in self._swapped
+        self._num_kv_tokens -= state.num_kv_tokens
+        if mode == "swap" and not is_new and self.kv.swap_out(state):
+            state.status = RequestStatus.SWAPPED
+            draft.swapped += [] if came_now else [state.id]
+        else:
+            state.num_computed_tokens = state.num_skipped_tokens = 0
+            state.status = RequestStatus.WAITING
+        if not is_new:
+            draft.requeued.append(state)
+        if not came_now:
+            draft.preempted.append(state)
+            state.num_preemptions += 1
+        # It may not come back in the step that took its seat.
+        state.scheduled_step = self._step
+        # A new list, since the policy may be walking the old one.
+        self._set_running([other for other in self._running if other is not state])
+        self._vacate(state)
+
+    def _vacate(self, state: RequestState) -> None:
+        """Take back a request's seat, and its blocks if it holds any."""
+        self._draft.was_freed = True
+        if self.kv.holds(state.id):
+            self.kv.free(state.id)
+        assert state.seat is not None
+        heappush(self._free_seats, state.seat)
+        state.seat = None
+
+    def _set_running(self, running: list[RequestState]) -> None:
+        self._running = self._view.running = running
+
+    def _move_between_queues(self, now: float) -> None:
+        """Move requests that were admitted or preempted; put off until now as the policy walks the queues."""
+        draft = self._draft
+        for state, _ in draft.admitted.values():
+            if self._swapped.pop(state.id, None) is None:
+                del self._waiting[state.id]
+            if state.first_scheduled is None:
+                state.first_scheduled = now
+            found = state.num_computed_tokens - state.num_peak_computed_tokens
+            if found > 0:
+                state.num_cached_tokens += found
+                state.num_peak_computed_tokens += found
+        for state in draft.requeued:
+            self._swapped.pop(state.id, None)
+            queue = self._swapped if state.status is RequestStatus.SWAPPED else self._waiting
+            queue[state.id] = state
+            queue.move_to_end(state.id, last=False)
+        draft.requeued = []
+
+    def _plan(self) -> Plan:
+        """Return the step as it was drafted, and open admission for the next one."""
+        draft, view = self._draft, self._view
+        if len(draft.scheduled) < len(self._running):
+            reason = "policy" if view.token_budget else "budget"
+            for state in self._running:
+                if state.id not in draft.scheduled:
+                    draft.skipped.setdefault(state.id, reason)
+        closed, view.closed = view.closed, None
+        self._is_short = closed == "blocks"
+        if not view.token_budget:
+            closed = "budget"
+        elif closed is None and not self._free_seats:
+            closed = "seats"
+        return Plan(
+            step=self._step,
+            scheduled=tuple(draft.scheduled.values()),
+            admitted=tuple(
+                [
+                    Admission(state.request, seat, tuple(state.output_token_ids))
+                    for state, seat in draft.admitted.values()
+                ]
+            ),
+            preempted=tuple([state.id for state in reversed(draft.preempted)]),
+            padding=self._padding_rows(view.token_budget),
+            aborted=tuple(draft.aborted),
+            swapped=tuple(draft.swapped),
+            transfers=self.kv.take_transfers(),
+            skipped=tuple(map(NEW_TUPLE, repeat(Skipped), draft.skipped.items())) if draft.skipped else (),
+            closed=closed,
+        )
+
+    def _padding_rows(self, budget: int) -> tuple[Padding, ...]:
+        """Return the rows of finished requests that still have their seats, as far as the budget goes."""
+        return tuple(
+            Padding(state.id, state.seat, state.num_computed_tokens)
+            for state in self._padding[:budget]
+            if state.seat is not None
+        )
+
+    def _update(self, state: RequestState, entry: Scheduled, result: StepResult, now: float) -> None:
+        """Take in what a step did for a request; its `finish_reason` says whether that was its last."""
+        request_id, _, start, num_tokens, _, samples, _ = entry
+        if result.failed and request_id in result.failed:
+            state.finish_reason, state.error = "error", result.failed[request_id]
+            # No other request may read what is in its blocks.
+            self.kv.uncache(state, 0, ())
+            return
+        end = state.num_computed_tokens = start + num_tokens
+        peak = state.num_peak_computed_tokens
+        if start < peak:
+            state.num_recomputed_tokens += min(end, peak) - start
+        if end > peak:
+            state.num_peak_computed_tokens = end
+        skipped = state.num_skipped_tokens
+        self.kv.update(state, start)
+        self._num_kv_tokens += num_tokens - state.num_skipped_tokens + skipped
+        if not samples:
+            return
+        state.output_token_ids.append(result.tokens[request_id])
+        state.num_tokens += 1
+        state.token_times.append(now)
+        if request_id in result.logprobs:
+            state.logprobs.append(result.logprobs[request_id])
+        if request_id in result.stopped:
+            state.finish_reason = "stop"
+        elif len(state.output_token_ids) >= state.request.max_tokens:
+            state.finish_reason = "length"
+
+    def _num_held_tokens(self) -> int:
+        """Return the tokens of unfinished requests in held blocks, shared ones counted once."""
+        size = self.kv.config.block_size
+        if not self._padding:
+            # A shared block is full: a block filled in part is copied before a second request writes it.
+            return self._num_kv_tokens - self.kv.num_shared_blocks * size
+        # Some references are those of padding rows, whose tokens do not count.
+        in_block: dict[int, int] = {}
+        for state in self._running:
+            for place, block in enumerate(self.kv.table(state.id)):
+                filled = min(size, state.num_computed_tokens - size * place)
+                if block != kv.NULL_BLOCK and filled > in_block.get(block, 0):
+                    in_block[block] = filled
+        return sum(in_block.values())
+
+    def _why_stuck(self) -> str:
+        """Return the numbers that explain why a step has no work although there are requests."""
+        first = next(iter((*self._running, *self._swapped.values(), *self._waiting.values())))
+        config, pool = self.config, self.kv
+        return (
+            f"policy {self.policy.name!r} left step {self._step} without work: {len(self._running)} running, "
+            f"{len(self._waiting)} waiting, {len(self._swapped)} swapped, {len(self._free_seats)} of "
+            f"{config.max_num_seqs} seats free, {pool.num_free_blocks} of {pool.num_blocks} blocks free, "
+            f"token budget {config.max_num_batched_tokens}; first in line is {first}. Its `propose` must yield "
+            "every request that it may serve, and go on after one that does not fit"
+        )
