@@ -7,7 +7,7 @@ trace and the scheduler's state are those of stepping, bit for bit.
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import inf
 from typing import NamedTuple, Protocol
@@ -98,6 +98,7 @@ class _Run:
     def __init__(self, scheduler: Scheduler, outlook: Outlook, batch: DecodeBatch, now: float) -> None:
         self.scheduler, self.outlook, self.batch, self.start = scheduler, outlook, batch, now
         self.kv = scheduler.kv
+        self.notify = scheduler.on_scheduled
         self.first_step = scheduler.step
         order = batch.order
         self.request_ids = [state.id for state in order]
@@ -151,8 +152,7 @@ class _Run:
         if not num_steps:
             return None
         del self.ends[num_steps:], durations[num_steps:]
-        for place in self.active:
-            self._catch_up(place, num_steps)
+        self._catch_up([batch.order[place] for place in self.active], num_steps)
         run = DecodeRun(
             self.first_step,
             self.start,
@@ -199,8 +199,7 @@ class _Run:
         else:
             self.events = events
         num_rows = len(self.active)
-        pool = self.scheduler.pool_state()
-        pool = pool._replace(num_held_tokens=pool.num_held_tokens + num_rows)
+        pool = self.scheduler.pool_state(num_new_tokens=num_rows)
         self.segments.append(Segment(offset, num_rows, closed, pool))
         if steps:
             self.taken_in += steps
@@ -212,8 +211,8 @@ class _Run:
     def _finish(self, places: Sequence[int], end: int) -> None:
         """End requests with the step before `end`."""
         states = [self.batch.order[place] for place in places]
-        for place, state in zip(places, states, strict=True):
-            self._catch_up(place, end)
+        self._catch_up(states, end)
+        for state in states:
             state.finish_reason = self.outlook.finish_reason(state)
             self.outlook.finished(state.id)
         self.finished.append((end - 1, tuple([state.id for state in states])))
@@ -221,12 +220,14 @@ class _Run:
         self.scheduler.finish(states)
         self.active = [place for place in self.active if self.lasts[place] > end]
 
-    def _catch_up(self, place: int, num_steps: int) -> None:
-        """Bring a request's state to where it is behind the first `num_steps` steps."""
-        state, ends = self.batch.order[place], self.ends
-        times = ends if num_steps == len(ends) else ends[:num_steps]
-        state.decode(self.outlook.tokens(num_steps), times, self.first_step + num_steps - 1)
-        self.scheduler.notify(state, num_steps)
+    def _catch_up(self, states: Iterable[RequestState], num_steps: int) -> None:
+        """Bring the states of requests to where they are behind the first `num_steps` steps."""
+        tokens, last_step, notify = self.outlook.tokens(num_steps), self.first_step + num_steps - 1, self.notify
+        times = self.ends if num_steps == len(self.ends) else self.ends[:num_steps]
+        for state in states:
+            state.decode(tokens, times, last_step)
+            if notify is not None:
+                notify(state, num_steps)
 
 
 def _forecast(

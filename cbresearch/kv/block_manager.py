@@ -45,6 +45,7 @@ class BlockManager:
         digest: Callable[[Content], bytes] = digest_of,
     ) -> None:
         self.config = config
+        self.num_blocks = config.num_blocks
         self._block_size = config.block_size
         self._most_blocks: int | None = None
         if config.sliding_window is not None and max_chunk is not None:
@@ -59,11 +60,6 @@ class BlockManager:
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
         self._num_extra_references = 0
         self._host = HostPool(config.num_host_blocks, self._events)
-
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of blocks in the pool."""
-        return self.config.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
@@ -83,7 +79,7 @@ class BlockManager:
     @property
     def num_held_blocks(self) -> int:
         """Return how many blocks are held, a shared one counted once."""
-        return self.config.num_blocks - self.num_free_blocks
+        return self.num_blocks - len(self._free) - len(self._unreferenced)
 
     @property
     def num_held_host_blocks(self) -> int:

@@ -100,7 +100,7 @@ class Scheduler:
         )
         self._caches_on_schedule = cache.prefix_caching and cache.cache_on_schedule
         # The base's hooks do nothing, and one would be a call for each token.
-        self._on_scheduled = policy.served if type(policy).served is not Policy.served else None
+        self.on_scheduled = policy.served if type(policy).served is not Policy.served else None
         self._can_displace = type(policy).displace is not Policy.displace
 
     @property
@@ -227,7 +227,7 @@ class Scheduler:
             commit before, and the states of the requests that the step finished.
         """
         finished: list[RequestState] = []
-        states, on_scheduled = self._states, self._on_scheduled
+        states, on_scheduled = self._states, self.on_scheduled
         for entry in plan.scheduled:
             state = states.get(entry.request_id)
             if state is None or state.status is not RUNNING:
@@ -242,21 +242,21 @@ class Scheduler:
             self.finish(finished)
         return pool, events, tuple(finished)
 
-    def pool_state(self) -> PoolState:
-        """Return the queues and blocks as they are now."""
-        pool = self.kv
-        num_external = pool.num_unusable_blocks
-        if self._is_short and (self._waiting or self._swapped):
-            num_external = pool.num_blocks - pool.num_held_blocks - pool.num_cached_blocks
+    def pool_state(self, num_new_tokens: int = 0) -> PoolState:
+        """Return the queues and blocks as they are now, with so many more tokens in held blocks."""
+        pool, num_swapped = self.kv, len(self._swapped)
+        num_waiting = len(self._waiting) + num_swapped
+        num_held, num_cached = pool.num_held_blocks, pool.num_cached_blocks
+        is_short = self._is_short and num_waiting
         return PoolState(
             len(self._running),
-            len(self._waiting) + len(self._swapped),
-            pool.num_held_blocks,
-            self._num_held_tokens(),
-            pool.num_cached_blocks,
-            num_external,
+            num_waiting,
+            num_held,
+            self._num_held_tokens() + num_new_tokens,
+            num_cached,
+            pool.num_blocks - num_held - num_cached if is_short else pool.num_unusable_blocks,
             pool.num_shared_blocks,
-            len(self._swapped),
+            num_swapped,
             pool.num_held_host_blocks,
         )
 
@@ -388,9 +388,12 @@ class Scheduler:
             or len(running) > budget
             or draft.aborted
             or draft.preempted
-            or any(s.num_tokens - s.num_computed_tokens != 1 or not s.output_token_ids for s in running)
         ):
             return None
+        # The latest comers first, which may still compute their prompts.
+        for state in reversed(running):
+            if state.num_tokens - state.num_computed_tokens != 1 or not state.output_token_ids:
+                return None
         padding = self._padding_rows(budget - len(running))
         if not (self._waiting or self._swapped):
             order = self._decode_order(now)
@@ -423,11 +426,6 @@ class Scheduler:
         """
         self._step += num_steps
         self._num_kv_tokens += num_tokens
-
-    def notify(self, state: RequestState, num_tokens: int) -> None:
-        """Tell the policy of decode steps of a request, if it listens."""
-        if self._on_scheduled is not None:
-            self._on_scheduled(state, num_tokens)
 
     def _decode_order(self, now: float) -> Sequence[RequestState] | None:
         """Return the running requests in the policy's order; None unless it proposes just these."""
@@ -656,6 +654,8 @@ class Scheduler:
 
     def _padding_rows(self, budget: int) -> tuple[Padding, ...]:
         """Return the rows of finished requests that still have their seats, as far as the budget goes."""
+        if not self._padding:
+            return ()
         return tuple(
             Padding(state.id, state.seat, state.num_computed_tokens)
             for state in self._padding[:budget]
