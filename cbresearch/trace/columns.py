@@ -1,79 +1,83 @@
-"""The columns of a run: one number for each step or request, worked out for a whole decode run at once."""
+"""The columns of a run: one value for each step or request, worked out for a whole decode run at once."""
 
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
-from math import nan
-from operator import attrgetter
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cbresearch.step import SKIP_REASONS, DecodeRun, Plan, PoolState
+from cbresearch.step import SKIP_REASONS, Plan, PoolState
 from cbresearch.trace.records import RequestRecord, StepRecord
-from cbresearch.trace.steps import step_of
+from cbresearch.trace.steps import Part, step_of
 
 Columns = Mapping[str, npt.NDArray[Any]]
-Part = StepRecord | DecodeRun
 
-
-class TokenTimes(NamedTuple):
-    """When output tokens came out, of all requests in one array.
-
-    Attributes:
-        times: Seconds since the start of the run, request after request; shape (output tokens,).
-        offsets: Where each request's times begin, and the end of the last one's; shape (requests + 1,).
-    """
-
-    times: npt.NDArray[np.float64]
-    offsets: npt.NDArray[np.int64]
+_TIMES = ("arrival", "queued", "first_scheduled", "first_token", "finish", "ttft", "tpot", "latency")
+_TOKENS = ("num_prompt_tokens", "num_output_tokens", "max_tokens")
+_COUNTS = ("num_preemptions", "num_cached_tokens", "num_recomputed_tokens")
 
 
 def step_columns(parts: Sequence[Part]) -> Columns:
-    """Return one value a step in each column; units are in the names, and NaN is what was not measured."""
-    counts: list[dict[str, int]] = []
-    lengths: list[int] = []
-    starts: list[float] = []
-    durations: list[float] = []
-    device_durations: list[float] = []
+    """Return the steps as columns; units are in the names, and NaN is what was not measured."""
+    segments: list[tuple[StepRecord, int, bool]] = []
+    times: list[tuple[float, float, float | None]] = []
     taken: list[int] = []
     finished: list[int] = []
     for part in parts:
-        first = len(starts)
+        place = len(times)
         if isinstance(part, StepRecord):
-            counts.append({**_counts(part), "is_short": 0})
-            lengths.append(1)
-            starts.append(part.start)
-            durations.append(part.duration)
-            device_durations.append(nan if part.device_duration is None else part.device_duration)
-            finished += [first] * len(part.finished)
+            segments.append((part, 1, False))
+            times.append((part.start, part.duration, part.device_duration))
+            finished += [place] * len(part.finished)
         else:
-            for _, begin, end in part.bounds():
-                counts.append({**_counts(step_of(part, begin)), "is_short": part.is_short})
-                lengths.append(end - begin)
-            starts += (part.start, *part.ends[:-1])
-            durations += part.durations
-            device_durations += [nan] * len(part)
-            taken += [first + offset for offset in part.taken_in]
-            finished += [first + offset for offset, ids in part.finished for _ in ids]
-    number = len(starts)
-    columns = {
-        name: np.repeat(np.array([count[name] for count in counts], dtype=np.int64), lengths)
-        for name in (*_COUNTS, "is_short")
-    }
-    # From step to step of a segment each row attends to one more token, and blocks are taken.
-    begins = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
-    offsets = np.arange(number) - begins
-    num_taken = np.cumsum(_number_of(taken, number))
+            segments += [
+                (step_of(part, begin), end - begin, part.is_short) for _, begin, end in part.bounds()
+            ]
+            times += zip((part.start, *part.ends[:-1]), part.durations, repeat(None))
+            taken += [place + offset for offset in part.taken_in]
+            finished += [place + offset for offset, ids in part.finished for _ in ids]
+    lengths = np.array([length for _, length, _ in segments], dtype=int)
+    begins = np.repeat(lengths.cumsum() - lengths, lengths)
+    counts = [_counts(record) for record, _, _ in segments]
+    columns = {name: np.repeat([count[name] for count in counts], lengths) for name in _counts(_NO_STEP)}
+    # From step to step of a segment each row has one token more, and blocks are taken.
+    offsets = np.arange(len(times)) - begins
+    num_taken = np.bincount(taken, minlength=len(times)).cumsum()
     num_taken -= num_taken[begins]
     columns["step"] += offsets
     columns["num_context_tokens"] += offsets * columns["num_scheduled"]
     columns["num_held_tokens"] += offsets * columns["num_scheduled"]
     columns["num_held_blocks"] += num_taken
-    columns["num_external_blocks"] -= num_taken * columns.pop("is_short")
-    columns["num_finished"] = _number_of(finished, number)
-    seconds = {"start_s": starts, "duration_s": durations, "device_duration_s": device_durations}
-    return fixed({"step": columns.pop("step"), **seconds, **columns})
+    columns["num_external_blocks"] -= num_taken * np.repeat([short for _, _, short in segments], lengths)
+    columns["num_finished"] = np.bincount(finished, minlength=len(times))
+    names = ("start_s", "duration_s", "device_duration_s")
+    seconds = dict(zip(names, np.array(times, dtype=float).reshape(-1, 3).T.copy(), strict=True))
+    return fixed({"step": columns["step"], **seconds, **columns})
+
+
+def request_columns(records: Sequence[RequestRecord]) -> Columns:
+    """Return the requests as columns; an undefined time is NaN, another undefined value None."""
+
+    def column(name: str, kind: type) -> npt.NDArray[Any]:
+        values = [getattr(record, name) for record in records]
+        return np.array(values, dtype=object if kind is int and None in values else kind)
+
+    return fixed(
+        {
+            **{name: column(name, object) for name in ("id", "client")},
+            **{f"{name}_s": column(name, float) for name in _TIMES},
+            **{name: column(name, int) for name in _TOKENS + _COUNTS},
+            **{name: column(name, object) for name in ("finish_reason", "error")},
+        }
+    )
+
+
+def fixed(columns: Columns) -> Columns:
+    """Return columns that cannot be written to, since all readers share them."""
+    for values in columns.values():
+        values.flags.writeable = False
+    return columns
 
 
 def _counts(record: StepRecord) -> dict[str, int]:
@@ -98,60 +102,4 @@ def _counts(record: StepRecord) -> dict[str, int]:
     }
 
 
-_COUNTS = tuple(_counts(StepRecord(0.0, 0.0, Plan(0, ()), (), PoolState(0, 0, 0, 0))))
-
-
-def request_columns(records: Sequence[RequestRecord]) -> Columns:
-    """Return one value a request in each column; undefined times are NaN, other undefined values None."""
-    return fixed(
-        {name: _array([read(record) for record in records], kind) for name, (read, kind) in _REQUEST.items()}
-    )
-
-
-_REQUEST: Mapping[str, tuple[Callable[[RequestRecord], Any], type]] = {
-    **{name: (attrgetter(name), object) for name in ("id", "client")},
-    **{
-        f"{name}_s": (attrgetter(name), float)
-        for name in (
-            "arrival",
-            "queued",
-            "first_scheduled",
-            "first_token",
-            "finish",
-            "ttft",
-            "tpot",
-            "latency",
-        )
-    },
-    "num_prompt_tokens": (attrgetter("num_prompt_tokens"), int),
-    "num_output_tokens": (lambda record: len(record.tokens), int),
-    **{
-        name: (attrgetter(name), int)
-        for name in ("max_tokens", "num_preemptions", "num_cached_tokens", "num_recomputed_tokens")
-    },
-    **{name: (attrgetter(name), object) for name in ("finish_reason", "error")},
-}
-
-
-def _array(values: Sequence[Any], kind: type) -> npt.NDArray[Any]:
-    return np.array(values, dtype=object if kind is int and None in values else kind)
-
-
-def token_times(records: Sequence[RequestRecord]) -> TokenTimes:
-    """Return when the output tokens of all requests came out."""
-    numbers = [len(record.token_times) for record in records]
-    times = chain.from_iterable(record.token_times for record in records)
-    return TokenTimes(np.fromiter(times, np.float64, sum(numbers)), np.cumsum([0, *numbers]))
-
-
-def _number_of(places: Sequence[int], length: int) -> npt.NDArray[np.int64]:
-    """Return how often each place is named."""
-    return np.bincount(np.array(places, dtype=np.int64), minlength=length)
-
-
-def fixed(columns: Mapping[str, Any]) -> Columns:
-    """Return columns as arrays that cannot be written to: they are computed once and shared."""
-    arrays = {name: np.asarray(values) for name, values in columns.items()}
-    for array in arrays.values():
-        array.flags.writeable = False
-    return arrays
+_NO_STEP = StepRecord(0.0, 0.0, Plan(0, ()), (), PoolState(0, 0, 0, 0))

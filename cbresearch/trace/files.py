@@ -1,11 +1,9 @@
 """Files that appear whole or not at all."""
 
-import csv
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from io import StringIO
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -39,15 +37,6 @@ def write_json(path: Path, value: Any) -> None:
     write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
 
 
-def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as a CSV file with a header, even if there are none; None becomes an empty cell."""
-    text = StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_whole(path, text.getvalue())
-
-
 def write_columns(path: Path, tables: Mapping[str, Mapping[str, npt.NDArray[Any]]], label: str) -> None:
     """Write tables of equal columns below each other as a CSV file; None and NaN become empty cells.
 
@@ -79,8 +68,8 @@ def _cells(name: str, columns: Sequence[npt.NDArray[Any]]) -> Iterator[Sequence[
 
 
 def _seldom_changes(values: npt.NDArray[Any]) -> bool:
-    changes = values.dtype.kind == "i" and np.count_nonzero(values[1:] != values[:-1])
-    return values.dtype.kind == "i" and 4 * changes < len(values)
+    is_count = values.dtype.kind == "i"
+    return is_count and 4 * int(np.count_nonzero(values[1:] != values[:-1])) < len(values)
 
 
 def _texts(values: npt.NDArray[Any]) -> list[str]:
