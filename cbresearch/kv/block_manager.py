@@ -223,7 +223,7 @@ class BlockManager:
     def cache_full_blocks(
         self, request_id: str, token_ids: Sequence[int], num_computed: int, extra_keys: ExtraKeys = ()
     ) -> None:
-        """Make a request's full blocks findable in the prefix cache, as far as their KV is computed.
+        """Make a request's full blocks findable, if prefixes are cached, as far as their KV is computed.
 
         Args:
             request_id: Id of the request.
@@ -231,7 +231,8 @@ class BlockManager:
             num_computed: Tokens whose KV is in the pool.
             extra_keys: What beside its tokens tells the request apart.
         """
-        self._prefixes.enter(request_id, self._tables[request_id], token_ids, num_computed, extra_keys)
+        if self.config.prefix_caching:
+            self._prefixes.enter(request_id, self._tables[request_id], token_ids, num_computed, extra_keys)
 
     def uncache_blocks(self, request_id: str, num_computed: int) -> tuple[int, ...]:
         """Take a request's blocks out of the prefix cache, where they were cached before their time.
