@@ -20,8 +20,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cbresearch.blocks import NULL_BLOCK, BlockManager
 from cbresearch.config import CacheConfig
+from cbresearch.kv import NULL_BLOCK, BlockManager
 
 MAX_CHUNK = 6
 
@@ -30,7 +30,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
     """Keep, for each slot of both pools, all the tokens on which its KV depends.
 
     A slot's content is right for a request exactly when it equals the request's tokens up to there. Slots
-    of blocks that nobody holds and no prefix names are wiped after every operation, as if others wrote them.
+    of blocks that no request holds and no prefix names are wiped after every operation, as if overwritten.
     """
 
     num_operations: ClassVar[Counter[str]] = Counter()
@@ -86,7 +86,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
             return
         if start % self.size:
             before = self.pool.table(request_id)
-            pairs = self.pool.make_writable(request_id, start // self.size)
+            pairs = self.pool.copy_on_write(request_id, start // self.size)
             if pairs is None:
                 assert self.pool.table(request_id) == before
                 self.count("refused")
@@ -107,8 +107,8 @@ class PoolAgainstMemory(RuleBasedStateMachine):
             assert holders == [request_id], f"block {block} is written while {holders} refer to it"
             self.device[block, position % self.size] = tuple(tokens[: position + 1])
         self.computed[request_id] = up_to
-        self.pool.enter(request_id, tokens, up_to)
-        self.pool.forget(request_id, up_to)
+        self.pool.cache_full_blocks(request_id, tokens, up_to)
+        self.pool.remove_skipped_blocks(request_id, up_to)
 
     def begin(self, table, num_known, tokens):
         """Start a request on shared blocks that hold its first `num_known` tokens."""
@@ -119,7 +119,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
             return
         self.num_created += 1
         self.tokens[request_id], self.computed[request_id] = tokens, num_known
-        self.pool.share(request_id, table)
+        self.pool.fork(request_id, table)
         self.write(request_id, num_known + 1)
         assert self.computed[request_id] == num_known + 1, "an admission was promised and then failed"
 
@@ -131,7 +131,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         for position in self.visible("", num_known):
             kept = self.device[matched[position // self.size], position % self.size]
             assert kept == tuple(tokens[: position + 1]), "a hit holds the KV of another prefix"
-        num_lost = self.pool.num_out_of_sight(num_known)
+        num_lost = self.pool.num_skipped_blocks(num_known)
         self.begin((NULL_BLOCK,) * num_lost + matched[num_lost:], num_known, tokens)
         self.count("hit" if matched else "missed")
 
@@ -141,7 +141,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         parent = self.draw_seated(data)
         num_known = data.draw(st.integers(0, self.computed[parent]))
         table = self.pool.table(parent)[: self.pool.blocks_for(num_known)]
-        num_lost = self.pool.num_out_of_sight(num_known)
+        num_lost = self.pool.num_skipped_blocks(num_known)
         if NULL_BLOCK in table[num_lost:]:
             return
         self.begin(
@@ -168,7 +168,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
     def swap_out(self, data):
         request_id = self.draw_seated(data)
         before = self.pool.table(request_id), self.pool.num_held_host_blocks
-        pairs = self.pool.swap_out(request_id, self.computed[request_id])
+        pairs = self.pool.move_to_host(request_id, self.computed[request_id])
         if pairs is None:
             assert (self.pool.table(request_id), self.pool.num_held_host_blocks) == before
             self.count("refused")
@@ -181,8 +181,8 @@ class PoolAgainstMemory(RuleBasedStateMachine):
     @rule(data=st.data())
     def swap_in(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.swapped)))
-        promised = self.pool.can_swap_in(request_id, len(self.tokens[request_id]))
-        pairs = self.pool.swap_in(request_id)
+        promised = self.pool.can_move_to_device(request_id, len(self.tokens[request_id]))
+        pairs = self.pool.move_to_device(request_id)
         if pairs is None:
             assert not promised and not self.pool.table(request_id)
             self.count("refused")
@@ -220,7 +220,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         assert self.pool.num_shared_blocks == sum(map(len, tables)) - len(held)
         host = {block for other in self.swapped for block in self.pool.host_table(other)} - {NULL_BLOCK}
         assert self.pool.num_held_host_blocks == len(host)
-        # What nobody holds and no prefix names may be written by anyone.
+        # What no request holds and no prefix names may be overwritten.
         kept = held | set(self.pool.cached_block_ids)
         self.device = {slot: known for slot, known in self.device.items() if slot[0] in kept}
         self.host = {slot: known for slot, known in self.host.items() if slot[0] in host}

@@ -1,12 +1,12 @@
-"""The pool's bookkeeping against a plain model of it, and the proofs of `check()` against broken pools."""
+"""The block manager by itself: against a plain model, by hand, and the proofs of `check()` against damage."""
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig
+from cbresearch.kv import NULL_BLOCK, BlockManager
 
 IDS = ("a", "b", "c", "d")
 identities = st.sampled_from(IDS)
@@ -82,13 +82,13 @@ TestPoolAgainstModel.settings = settings(
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 16])
-def test_tokens_need_a_block_for_every_block_size_begun(block_size):
+def test_blocks_for_counts_a_block_for_every_block_size_begun(block_size):
     pool = BlockManager(CacheConfig(1, block_size))
     for num_tokens in range(4 * block_size + 2):
         assert pool.blocks_for(num_tokens) == num_blocks_by_counting(num_tokens, block_size)
 
 
-def test_an_allocation_that_fails_at_its_last_block_takes_none():
+def test_allocate_takes_no_block_if_the_last_one_is_missing():
     pool = BlockManager(CacheConfig(num_blocks=3, block_size=2))
     (first,) = pool.allocate("a", 2)
     assert pool.allocate("a", 8) is None
@@ -101,7 +101,7 @@ def test_an_allocation_that_fails_at_its_last_block_takes_none():
     pool.check()
 
 
-def test_blocks_once_freed_serve_again_up_to_the_last_one():
+def test_freed_blocks_can_all_be_allocated_again():
     pool = BlockManager(CacheConfig(num_blocks=5, block_size=3))
     for _ in range(3):
         assert set(pool.allocate("a", 15)) == set(range(5))
@@ -110,14 +110,14 @@ def test_blocks_once_freed_serve_again_up_to_the_last_one():
     assert pool.num_free_blocks == 5
 
 
-def test_a_table_keeps_the_order_in_which_its_blocks_were_added():
+def test_table_keeps_the_order_in_which_blocks_were_added():
     pool = BlockManager(CacheConfig(num_blocks=6, block_size=1))
     parts = [pool.allocate("a", 2), pool.allocate("b", 1), pool.allocate("a", 5)]
     assert pool.table("a") == parts[0] + parts[2]
     assert pool.table("b") == parts[1]
 
 
-def test_a_table_that_was_handed_out_cannot_change_the_pool():
+def test_table_is_a_copy_that_cannot_change_the_pool():
     pool = BlockManager(CacheConfig(num_blocks=4, block_size=1))
     pool.allocate("a", 2)
     table = pool.table("a")
@@ -153,7 +153,7 @@ def test_a_table_that_was_handed_out_cannot_change_the_pool():
         "a held block is counted twice",
     ],
 )
-def test_check_notices_that(damage):
+def test_block_manager_check_notices_that(damage):
     pool = BlockManager(CacheConfig(num_blocks=6, block_size=2))
     pool.allocate("a", 4)
     pool.allocate("b", 2)
@@ -163,9 +163,187 @@ def test_check_notices_that(damage):
         pool.check()
 
 
-def test_a_block_whose_count_is_zero_is_not_released_again():
+def test_free_refuses_a_block_whose_reference_count_is_zero():
     pool = BlockManager(CacheConfig(num_blocks=2, block_size=1))
     (block,) = pool.allocate("a", 1)
     pool._ref_counts[block] = 0
     with pytest.raises(ValueError, match=f"block {block} is free already"):
         pool.free("a")
+
+
+# --- shared blocks
+
+
+def pool_with_fork(num_tokens, num_shared=None, num_blocks=8, **options):
+    pool = BlockManager(CacheConfig(num_blocks, 2, **options))
+    pool.allocate("parent", num_tokens)
+    pool.fork("child", pool.table("parent")[:num_shared])
+    pool.check()
+    return pool
+
+
+def test_copy_on_write_copies_a_shared_block_for_the_first_writer_and_leaves_the_other_in_place():
+    for writer, other in (("parent", "child"), ("child", "parent")):
+        pool = pool_with_fork(3)
+        before = pool.table(other)
+        ((source, target),) = pool.copy_on_write(writer, 1)
+        pool.check()
+        assert pool.table(other) == before
+        assert pool.table(writer) == (before[0], target)
+        assert (source, target in before) == (before[1], False)
+        # They no longer share it: the last one to refer to it writes in place.
+        assert pool.copy_on_write(other, 1) == pool.copy_on_write(writer, 1) == ()
+        assert pool.table(other) == before
+
+
+def test_copy_on_write_copies_nothing_that_is_not_shared():
+    pool = pool_with_fork(3, num_shared=1)
+    assert pool.copy_on_write("parent", 1) == ()
+    pool.free("child")
+    assert pool.copy_on_write("parent", 0) == ()
+    assert pool.num_held_blocks == 2
+
+
+def test_copy_on_write_changes_nothing_if_no_block_is_free():
+    pool = pool_with_fork(3, num_blocks=2)
+    before = pool.table("parent")
+    assert pool.copy_on_write("child", 1) is None
+    pool.check()
+    assert pool.table("parent") == pool.table("child") == before
+    assert (pool.num_held_blocks, pool.num_shared_blocks) == (2, 2)
+
+
+def test_shared_blocks_are_free_once_the_last_request_frees_them_and_a_second_free_raises():
+    pool = pool_with_fork(4)
+    pool.free("parent")
+    assert pool.num_held_blocks == 2
+    pool.free("child")
+    assert pool.num_free_blocks == 8
+    for name in ("parent", "child"):
+        with pytest.raises(ValueError, match=f"{name!r} holds no blocks"):
+            pool.free(name)
+    pool.check()
+
+
+def test_fork_refuses_a_request_that_holds_blocks():
+    pool = pool_with_fork(4)
+    with pytest.raises(ValueError, match="'child' holds blocks already"):
+        pool.fork("child", pool.table("parent"))
+
+
+# --- sliding window
+
+
+def test_remove_skipped_blocks_gives_back_what_no_later_token_attends_to():
+    # Window 4, blocks of 2: the token at position 9 sees 6 to 9.
+    pool = BlockManager(CacheConfig(6, 2, sliding_window=4))
+    table = pool.allocate("a", 9)
+    assert pool.remove_skipped_blocks("a", 4) == 0
+    assert pool.remove_skipped_blocks("a", 5) == 1
+    assert pool.table("a") == (NULL_BLOCK, *table[1:])
+    assert pool.remove_skipped_blocks("a", 9) == 3
+    assert pool.table("a") == (NULL_BLOCK,) * 3 + table[3:]
+    assert pool.remove_skipped_blocks("a", 9) == 3
+    assert pool.num_free_blocks == 4
+    pool.check()
+    pool.free("a")
+    assert pool.num_free_blocks == 6
+    with pytest.raises(ValueError, match="'a' holds no blocks"):
+        pool.free("a")
+
+
+def test_a_windowed_table_that_is_forked_copied_and_freed_gives_back_each_block_once():
+    # A block that fell out of the window stands in neither table; what both still see is counted twice.
+    pool = BlockManager(CacheConfig(6, 2, sliding_window=3))
+    pool.allocate("a", 7)
+    pool.remove_skipped_blocks("a", 6)
+    pool.fork("b", pool.table("a"))
+    assert pool.num_shared_blocks == 2
+    assert len(pool.copy_on_write("b", 3)) == 1
+    assert pool.allocate("a", 9) is not None
+    pool.remove_skipped_blocks("a", 8)
+    pool.remove_skipped_blocks("b", 7)
+    pool.check()
+    for name in ("a", "b"):
+        pool.free(name)
+        pool.check()
+    assert pool.num_free_blocks == 6
+
+
+# --- the host's pool
+
+
+def snapshot(pool, names="ab"):
+    return (
+        {name: (pool.table(name), pool.host_table(name)) for name in names},
+        pool.num_free_blocks,
+        pool.num_cached_blocks,
+        pool.num_held_host_blocks,
+        pool.num_shared_blocks,
+    )
+
+
+def test_a_move_between_the_tiers_that_lacks_its_last_block_changes_neither_pool():
+    pool = BlockManager(CacheConfig(4, 2, num_host_blocks=3))
+    pool.allocate("a", 8)
+    before = snapshot(pool)
+    assert pool.move_to_host("a", 8) is None
+    assert snapshot(pool) == before
+    pool.check()
+    assert len(pool.move_to_host("a", 6)) == 3
+    assert pool.num_free_blocks == 4
+    pool.allocate("b", 4)
+    before = snapshot(pool)
+    assert not pool.can_move_to_device("a", 6)
+    assert pool.move_to_device("a") is None
+    assert snapshot(pool) == before
+    pool.check()
+    pool.free("b")
+    assert pool.can_move_to_device("a", 6)
+    assert len(pool.move_to_device("a")) == 3
+    assert (pool.num_held_blocks, pool.num_held_host_blocks) == (3, 0)
+
+
+def test_only_a_full_block_is_mirrored_on_both_tiers_while_a_fork_goes_on_writing():
+    pool = pool_with_fork(3, num_host_blocks=4)
+    full, partial = pool.table("parent")
+    out = pool.move_to_host("child", 3)
+    assert [source for source, _ in out] == [full, partial]
+    # The parent may write on in its block: the child's content is safe on the host.
+    assert pool.copy_on_write("parent", 1) == ()
+    back = pool.move_to_device("child")
+    pool.check()
+    # What is full is shared again, and what is not comes back to a block of its own.
+    assert [source for source, _ in back] == [out[1][1]]
+    assert pool.table("child")[0] == full
+    assert pool.table("child")[1] not in (full, partial)
+
+
+# --- block events
+
+
+def test_take_events_tells_what_became_of_blocks_once_and_in_order():
+    pool = BlockManager(CacheConfig(3, 2, prefix_caching=True, num_host_blocks=2))
+    first = pool.allocate("a", 4)
+    pool.cache_full_blocks("a", (1, 2, 3, 4), 4)
+    assert pool.take_events().cached == first
+    assert not any(pool.take_events())
+    pool.move_to_host("a", 4)
+    events = pool.take_events()
+    # The tail first: it is evicted before the head, without which it could not be reached.
+    assert events.freed == first[::-1]
+    assert events.host_held == tuple(("a", block) for block in pool.host_table("a"))
+    pool.allocate("b", 4)
+    assert pool.take_events().evicted == first[1:]
+    pool.free("a")
+    assert len(pool.take_events().host_freed) == 2
+
+
+def test_a_pool_without_prefix_caching_makes_no_block_findable():
+    pool = BlockManager(CacheConfig(2, 2))
+    pool.allocate("a", 4)
+    pool.cache_full_blocks("a", (1, 2, 3, 4), 4)
+    pool.free("a")
+    assert pool.take_events().cached == ()
+    pool.allocate("b", 4)
+    pool.check()

@@ -1,13 +1,12 @@
-"""Parallel samples of one prompt share its KV, and whoever writes to a shared block writes to a copy."""
+"""Parallel samples of one prompt share its KV, and one that writes to a shared block writes to a copy."""
 
 from collections import Counter
 from dataclasses import replace
 
 import pytest
-from test_two_tiers import Meddler, distinct, entries_of, random_case, serve_watched
+from helpers.core import Meddler, distinct, entries_of, preempting, random_case, serve_refereed
 
-from cbresearch.blocks import BlockManager
-from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.config import CacheConfig
 from cbresearch.request import Request, parallel_samples
 from cbresearch.simulator import simulate
 
@@ -23,9 +22,8 @@ def samples_of(length, num_samples=3, max_tokens=6, **options):
     return list(parallel_samples(Request("s", distinct(10, length), max_tokens, **options), num_samples))
 
 
-def serve_samples(requests, policy="fcfs", seats=8, budget=2048, between=None, **options):
-    cache = CacheConfig(**{"num_blocks": 60, "block_size": BLOCK, **options})
-    return serve_watched(requests, policy, SchedulerConfig(seats, budget), cache, between)
+def serve_samples(requests, policy="fcfs", **options):
+    return serve_refereed(requests, policy, **{"num_blocks": 60, "block_size": BLOCK, **options})
 
 
 def first_entry(trace, request_id):
@@ -59,7 +57,7 @@ def test_samples_hold_the_full_blocks_before_the_prompts_last_token_once(length,
 
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("budget", [3, 2048])
-def test_the_prompt_is_computed_once_and_its_last_token_by_each_sample(length, budget):
+def test_samples_compute_the_prompt_once_and_its_last_token_each(length, budget):
     trace, _ = serve_samples(samples_of(length, 4, 6), budget=budget)
     assert sum(step.plan.num_tokens for step in trace.steps) == length + 3 + 4 * 5
     assert [record.num_cached_tokens for record in trace.requests] == [0] + [length - 1] * 3
@@ -72,7 +70,7 @@ def test_the_prompt_is_computed_once_and_its_last_token_by_each_sample(length, b
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_sample_copies_the_block_that_it_writes_unless_it_begins_a_new_one(length):
-    trace, witness = serve_samples(samples_of(length))
+    trace, referee = serve_samples(samples_of(length))
     place = (length - 1) // BLOCK
     _, first = first_entry(trace, "s/0")
     joined, _ = first_entry(trace, "s/1")
@@ -82,7 +80,7 @@ def test_a_sample_copies_the_block_that_it_writes_unless_it_begins_a_new_one(len
             assert transfer.kind == "copy"
             assert step.plan.step == joined
             copies[transfer.target] = transfer.source
-    assert len(copies) == (2 if (length - 1) % BLOCK else 0) == witness.num_transfers["copy"]
+    assert len(copies) == (2 if (length - 1) % BLOCK else 0) == referee.num_transfers["copy"]
     tables = [first_entry(trace, f"s/{n}")[1].new_block_ids for n in (1, 2)]
     for table in tables:
         assert table[:place] == first.new_block_ids[:place]
@@ -93,8 +91,8 @@ def test_a_sample_copies_the_block_that_it_writes_unless_it_begins_a_new_one(len
     assert len({first.new_block_ids[place], *(table[place] for table in tables)}) == 3
 
 
-def test_samples_go_apart_without_touching_one_another():
-    # Answers of several lengths: the blocks of whoever ends are used by others at once.
+def test_samples_of_different_lengths_do_not_touch_one_another():
+    # Answers of several lengths: the blocks of a sample that ends are used by others at once.
     requests = [
         replace(request, output_length=3 + 4 * n)
         for n, request in enumerate(samples_of(10, 4, max_tokens=20))
@@ -106,11 +104,11 @@ def test_samples_go_apart_without_touching_one_another():
 
 def test_a_sample_that_comes_after_its_siblings_are_done_is_an_ordinary_request():
     *early, late = samples_of(10, 3)
-    trace, witness = serve_samples([*early, replace(late, arrival=50.0)])
+    trace, referee = serve_samples([*early, replace(late, arrival=50.0)])
     _, entry = first_entry(trace, "s/2")
     assert (entry.start, entry.num_tokens) == (0, 10)
     assert trace.requests[2].num_cached_tokens == 0
-    assert witness.num_transfers == {"copy": 1}
+    assert referee.num_transfers == {"copy": 1}
 
 
 def test_a_sample_that_joins_late_shares_the_prompt_but_not_what_was_generated():
@@ -124,21 +122,12 @@ def test_a_sample_that_joins_late_shares_the_prompt_but_not_what_was_generated()
 @pytest.mark.parametrize(
     "change", [{"group": "t"}, {"group": None}, {"prompt": distinct(11, 10)}, {"cache_salt": "x"}]
 )
-def test_only_the_same_group_prompt_and_salt_share(change):
+def test_samples_share_only_within_one_group_prompt_and_salt(change):
     one, other = samples_of(10, 2)
-    trace, witness = serve_samples([one, replace(other, **change)])
+    trace, referee = serve_samples([one, replace(other, **change)])
     assert [record.num_cached_tokens for record in trace.requests] == [0, 0]
-    assert not witness.num_transfers
+    assert not referee.num_transfers
     assert all(step.num_shared_blocks == 0 for step in trace.steps)
-
-
-def test_samples_need_a_number_of_at_least_one():
-    request = Request("s", (1, 2), 3)
-    for number in (0, -1, 1.5, True):
-        with pytest.raises(ValueError, match=r"'s': num_samples is .* at least 1"):
-            parallel_samples(request, number)
-    (only,) = parallel_samples(request, 1)
-    assert (only.id, only.group, only.prompt) == ("s/0", "s", (1, 2))
 
 
 # --- where nothing is shared
@@ -152,13 +141,9 @@ def test_samples_need_a_number_of_at_least_one():
         *(("fcfs", {"num_blocks": 64, "reservation": kind}) for kind in ("max", "pow2", "oracle")),
     ],
 )
-def test_static_batches_and_reservations_share_nothing_and_nobody_waits_for_a_sibling(policy, options):
-    requests = samples_of(10, 3)
-    limits = SchedulerConfig(8, 2048, max_model_len=16)
-    trace, witness = serve_watched(
-        requests, policy, limits, CacheConfig(**{"num_blocks": 60, "block_size": BLOCK, **options})
-    )
-    assert not witness.num_transfers
+def test_samples_share_nothing_and_wait_for_no_sibling_in_static_batches_and_contiguous_runs(policy, options):
+    trace, referee = serve_samples(samples_of(10, 3), policy, max_model_len=16, **options)
+    assert not referee.num_transfers
     assert all(step.num_shared_blocks == 0 for step in trace.steps)
     assert [entry.num_tokens for entry in trace.steps[0].plan.scheduled] == [10, 10, 10]
 
@@ -172,9 +157,9 @@ def test_static_batches_and_reservations_share_nothing_and_nobody_waits_for_a_si
     [(3, True), (4, True), (5, False), (6, True), (7, False), (8, True), (9, False), (10, True)],
 )
 def test_a_fork_shares_what_its_window_still_shows_and_else_computes_its_prompt(length, is_shared):
-    trace, witness = serve_samples(samples_of(length, 2, 12), block_size=2, sliding_window=4)
+    trace, referee = serve_samples(samples_of(length, 2, 12), block_size=2, sliding_window=4)
     assert trace.requests[1].num_cached_tokens == (length - 1 if is_shared else 0)
-    assert witness.num_transfers["copy"] == int(is_shared and (length - 1) % 2 > 0)
+    assert referee.num_transfers["copy"] == int(is_shared and (length - 1) % 2 > 0)
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -189,14 +174,14 @@ def test_a_fork_finds_more_than_the_prefix_cache_which_holds_full_blocks_only(le
     assert [record.num_cached_tokens for record in hit.requests] == [0, (length - 1) // BLOCK * BLOCK]
 
 
-def test_a_fork_after_its_siblings_are_done_finds_their_blocks_in_the_prefix_cache():
+def test_a_sample_after_its_siblings_are_done_finds_their_blocks_in_the_prefix_cache():
     *early, late = samples_of(10, 3)
     trace, _ = serve_samples([*early, replace(late, arrival=50.0)], prefix_caching=True)
     assert trace.requests[2].num_cached_tokens == 8
 
 
-def test_what_a_fork_generates_is_cached_under_its_own_tokens():
-    # The block that a sample copied and filled up is a hit for who asks on with its answer, and right.
+def test_the_prefix_cache_knows_what_a_sample_generates_under_its_own_tokens():
+    # The block that a sample copied and filled up is a hit for a prompt that continues it, and right.
     samples = samples_of(6, 2, 8)
     answer = serve_samples(samples)[0].requests[1].tokens
     longer = Request("longer", samples[0].prompt + answer, 4, arrival=50.0)
@@ -222,98 +207,26 @@ def test_an_aborted_sample_takes_nothing_from_its_siblings(step, place, caching)
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
 @pytest.mark.parametrize("step", range(5))
 @pytest.mark.parametrize("place", range(3))
-def test_a_sample_that_was_preempted_comes_back_beside_its_siblings(mode, step, place):
-    moved = []
-
-    def between(scheduler, record):
-        if record.plan.step == step and any(state.id == f"s/{place}" for state in scheduler.running):
-            moved.append(place)
-            scheduler.preempt(f"s/{place}", mode)
-
+def test_a_preempted_sample_comes_back_beside_its_siblings(mode, step, place):
+    between = preempting(f"s/{place}", {step}, mode)
     trace, _ = serve_samples(samples_of(10, 3, 9), budget=8, between=between, num_host_blocks=40)
-    assert [record.num_preemptions for record in trace.requests] == [int(n in moved) for n in range(3)]
+    # The other samples join once the first one's prompt is done.
+    joined, _ = first_entry(trace, f"s/{place}")
+    moved = [int(n == place and joined <= step) for n in range(3)]
+    assert [record.num_preemptions for record in trace.requests] == moved
     if mode == "swap":
         assert sum(record.num_recomputed_tokens for record in trace.requests) == 0
 
 
-def test_answers_are_those_of_the_prompt_alone_whatever_is_forked_preempted_and_aborted():
+def test_sampled_answers_are_those_of_the_prompt_alone_whatever_is_preempted_and_aborted():
     seen: Counter[str] = Counter()
     for seed in range(60):
         requests, limits, cache = random_case(2000 + seed)
         policy = ("fcfs", "prefill_first", "sjf")[seed % 3]
         meddler = Meddler(seed, rate=0.2, aborts=0.03)
-        trace, witness = serve_watched(requests, policy, limits, cache, meddler)
-        seen.update(witness.num_transfers)
+        trace, referee = serve_refereed(requests, policy, limits, cache, meddler)
+        seen.update(referee.num_transfers)
         seen.update(meddler.num_aborted)
         seen["shared"] += sum(step.num_shared_blocks for step in trace.steps)
     wanted = ("copy", "swap_out", "swap_in", "shared", "running", "waiting", "swapped")
     assert all(seen[kind] > 0 for kind in wanted), seen
-
-
-# --- the pool alone
-
-
-def pool_with_fork(num_tokens, num_shared=None, num_blocks=8, **options):
-    blocks = BlockManager(CacheConfig(num_blocks, 2, **options))
-    blocks.allocate("parent", num_tokens)
-    blocks.share("child", blocks.table("parent")[:num_shared])
-    blocks.check()
-    return blocks
-
-
-def test_a_shared_block_is_copied_for_whoever_writes_first_and_the_other_writes_its_own():
-    for writer, other in (("parent", "child"), ("child", "parent")):
-        blocks = pool_with_fork(3)
-        before = blocks.table(other)
-        ((source, target),) = blocks.make_writable(writer, 1)
-        blocks.check()
-        assert blocks.table(other) == before
-        assert blocks.table(writer) == (before[0], target)
-        assert (source, target in before) == (before[1], False)
-        # They no longer share it: the last one to refer to it writes in place.
-        assert blocks.make_writable(other, 1) == blocks.make_writable(writer, 1) == ()
-        assert blocks.table(other) == before
-
-
-def test_a_block_that_nobody_shares_is_written_in_place():
-    blocks = pool_with_fork(3, num_shared=1)
-    assert blocks.make_writable("parent", 1) == ()
-    blocks.free("child")
-    assert blocks.make_writable("parent", 0) == ()
-    assert blocks.num_held_blocks == 2
-
-
-def test_a_copy_that_finds_no_block_changes_nothing():
-    blocks = pool_with_fork(3, num_blocks=2)
-    before = blocks.table("parent")
-    assert blocks.make_writable("child", 1) is None
-    blocks.check()
-    assert blocks.table("parent") == blocks.table("child") == before
-    assert (blocks.num_held_blocks, blocks.num_shared_blocks) == (2, 2)
-
-
-def test_shared_blocks_are_free_when_the_last_request_lets_go_of_them():
-    blocks = pool_with_fork(4)
-    blocks.free("parent")
-    assert blocks.num_held_blocks == 2
-    blocks.free("child")
-    assert blocks.num_free_blocks == 8
-    for name in ("parent", "child"):
-        with pytest.raises(ValueError, match=f"{name!r} holds no blocks"):
-            blocks.free(name)
-    blocks.check()
-
-
-def test_a_block_that_is_filled_in_part_is_not_the_same_on_both_tiers_while_its_sibling_goes_on():
-    blocks = pool_with_fork(3, num_host_blocks=4)
-    full, partial = blocks.table("parent")
-    out = blocks.swap_out("child", 3)
-    assert [source for source, _ in out] == [full, partial]
-    # The parent may write on in its block: the child's content is safe on the host.
-    assert blocks.make_writable("parent", 1) == ()
-    back = blocks.swap_in("child")
-    blocks.check()
-    # What is full is shared again, and what is not comes back to a block of its own.
-    assert [source for source, _ in back] == [out[1][1]]
-    assert blocks.table("child")[0] == full
-    assert blocks.table("child")[1] not in (full, partial)

@@ -4,32 +4,25 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 
 import numpy as np
 import pytest
+from helpers.core import (
+    POLICIES,
+    Meddler,
+    NewcomersFirst,
+    distinct,
+    entries_of,
+    preempting,
+    random_case,
+    serve_refereed,
+)
+from hygiene import ROOT
 
-from cbresearch import policies
-from cbresearch.blocks import BlockManager
-from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.costs import Linear
-from cbresearch.metrics import prefix_hit_rate, token_counts
+from cbresearch.config import CacheConfig
+from cbresearch.kv import BlockManager
 from cbresearch.request import Request
-from cbresearch.scheduler import Scheduler
-from cbresearch.serve import serve
-from cbresearch.simulator import CostExecutor
-
-
-class NewcomersFirst(policies.Policy):
-    """Admit before serving whoever runs, so that an admission can be undone within its step."""
-
-    name = "newcomers_first"
-
-    def propose(self, view):
-        yield from policies.joining(view, view.waiting)
-        yield from policies.whole(view.running)
-
-
-POLICIES = ("static", "static:release", "fcfs", "prefill_first", "sjf", "vllm_v1", NewcomersFirst)
 
 
 def pool(num_blocks, block_size=4, **options):
@@ -40,42 +33,31 @@ def hold(blocks, request_id, token_ids, extra=()):
     """Admit a request as the scheduler does, compute all its tokens, and return how many were cached."""
     matched = blocks.match(token_ids, extra)
     assert blocks.can_allocate(request_id, len(token_ids), matched)
-    blocks.share(request_id, matched)
+    blocks.fork(request_id, matched)
     assert blocks.allocate(request_id, len(token_ids)) is not None
-    blocks.enter(request_id, token_ids, len(token_ids), extra)
+    blocks.cache_full_blocks(request_id, token_ids, len(token_ids), extra)
     blocks.check()
     return len(matched) * blocks.config.block_size
 
 
-def serve_checked(requests, policy="fcfs", seats=8, budget=2048, num_blocks=100, block_size=4):
-    scheduler = Scheduler(
-        policies.get(policy) if isinstance(policy, str) else policy(),
-        SchedulerConfig(seats, budget),
-        CacheConfig(num_blocks, block_size, True),
-    )
-    trace = serve(requests, scheduler, CostExecutor(Linear(1.0)), on_step=lambda record: scheduler.check())
-    assert scheduler.blocks.num_free_blocks == num_blocks
-    return trace
+def serve_cached(requests, policy="fcfs", between=None, **options):
+    options = {"block_size": 4, "num_blocks": 100, "prefix_caching": True, **options}
+    return serve_refereed(requests, policy, between=between, **options)[0]
 
 
-def test_a_fully_cached_prompt_still_computes_its_last_token():
-    prompt = tuple(range(8))
-    trace = serve_checked([Request("first", prompt, 6), Request("second", prompt, 6, arrival=50.0)])
-    second = next(step for step in trace.steps if step.plan.admitted and step.start >= 50).plan.scheduled[0]
-    assert (second.start, second.num_tokens, second.samples) == (4, 4, True)
-    assert [record.num_cached_tokens for record in trace.requests] == [0, 4]
+# --- the block manager's prefix cache
 
 
-def test_a_block_is_a_hit_only_after_its_kv_was_computed():
+def test_match_finds_a_block_only_after_its_kv_was_computed():
     blocks = pool(10)
     prompt = tuple(range(12))
     blocks.allocate("a", 12)
     assert blocks.match(prompt) == ()
-    blocks.enter("a", prompt, 7)
+    blocks.cache_full_blocks("a", prompt, 7)
     assert len(blocks.match(prompt)) == 1
 
 
-def test_the_last_block_of_a_chain_is_evicted_first():
+def test_prefix_cache_evicts_the_last_block_of_a_chain_first():
     blocks = pool(3)
     prompt = tuple(range(13))
     hold(blocks, "a", prompt[:12])
@@ -84,7 +66,7 @@ def test_the_last_block_of_a_chain_is_evicted_first():
     assert len(blocks.match(prompt)) == 2
 
 
-def test_the_least_recently_used_prefix_is_evicted_first():
+def test_prefix_cache_evicts_the_least_recently_used_prefix_first():
     blocks = pool(4)
     old, young = (1,) * 5, (2,) * 5
     for name, prompt in (("a", old), ("b", young), ("c", old)):
@@ -95,7 +77,7 @@ def test_the_least_recently_used_prefix_is_evicted_first():
     assert blocks.match(young) == ()
 
 
-def test_partial_blocks_never_displace_cached_ones():
+def test_partial_blocks_never_evict_cached_ones():
     blocks = pool(3)
     hold(blocks, "a", (1,) * 8)
     blocks.free("a")
@@ -105,7 +87,7 @@ def test_partial_blocks_never_displace_cached_ones():
     assert len(blocks.match((1,) * 9)) == 2
 
 
-def test_a_reused_block_is_no_longer_a_hit():
+def test_match_does_not_find_a_block_that_was_reused():
     blocks = pool(1)
     hold(blocks, "x", (1,) * 4)
     blocks.free("x")
@@ -115,7 +97,7 @@ def test_a_reused_block_is_no_longer_a_hit():
     assert blocks.match((1,) * 5) == ()
 
 
-def test_hits_are_counted_anew_after_a_failed_admission():
+def test_match_counts_hits_anew_after_a_refused_admission():
     blocks = pool(3)
     hold(blocks, "a", (1,) * 8)
     blocks.free("a")
@@ -127,7 +109,7 @@ def test_hits_are_counted_anew_after_a_failed_admission():
     assert len(blocks.match(prompt)) == 1
 
 
-def test_a_hit_is_not_evicted_to_make_room_for_the_rest_of_its_own_request():
+def test_a_hit_is_not_evicted_for_the_rest_of_its_own_request():
     blocks = pool(3)
     hold(blocks, "a", (1,) * 8)
     blocks.free("a")
@@ -139,7 +121,7 @@ def test_a_hit_is_not_evicted_to_make_room_for_the_rest_of_its_own_request():
 @pytest.mark.parametrize(
     "digest", [lambda content: b"always the same", lambda content: bytes([len(content[0])])]
 )
-def test_colliding_digests_never_give_another_prompts_blocks(digest):
+def test_match_never_gives_another_prompts_blocks_where_digests_collide(digest):
     blocks = pool(20, digest=digest)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 2, size=rng.integers(1, 20)).tolist()) for _ in range(40)]
@@ -153,7 +135,7 @@ def test_colliding_digests_never_give_another_prompts_blocks(digest):
         blocks.free(f"r{n}")
 
 
-def test_a_salt_and_an_adapter_of_the_same_name_do_not_share():
+def test_match_tells_extra_keys_apart_by_kind_and_value():
     blocks = pool(10)
     prompt = (1,) * 9
     hold(blocks, "a", prompt, (("salt", "x"),))
@@ -162,129 +144,254 @@ def test_a_salt_and_an_adapter_of_the_same_name_do_not_share():
         assert blocks.match(prompt, extra) == ()
 
 
-def test_requests_share_only_within_their_salt():
-    prompt = (1,) * 9
-    salts = ["x", "y", "x", None, None]
-    requests = [Request(str(n), prompt, 2, arrival=10.0 * n, cache_salt=salt) for n, salt in enumerate(salts)]
-    assert [record.num_cached_tokens for record in serve_checked(requests).requests] == [0, 0, 8, 0, 8]
-
-
-def test_a_resumed_request_computes_only_what_the_cache_lost():
-    # The pool holds both prompts, but not both outputs: the later request is preempted and comes back.
-    requests = [Request("a", (1,) * 10, 12), Request("b", (2,) * 10, 4)]
-    trace = serve_checked(requests, num_blocks=6)
-    resumed = trace.requests[1]
-    assert resumed.num_preemptions > 0
-    spans = [
-        (entry.start, entry.num_tokens)
-        for step in trace.steps
-        for entry in step.plan.scheduled
-        if entry.request_id == "b"
-    ]
-    restarts = [start for start, _ in spans[1:] if start not in {a + b for a, b in spans}]
-    assert all(start % 4 == 0 for start in restarts)
-    assert sum(count for _, count in spans) == 10 + 4 - 1 + resumed.num_recomputed_tokens
-
-
-def random_requests(rng):
-    heads = [tuple(rng.integers(0, 3, size=rng.integers(1, 30)).tolist()) for _ in range(3)]
-    for place in range(int(rng.integers(1, 12))):
-        head = heads[int(rng.integers(3))]
-        tail = tuple(rng.integers(0, 3, size=rng.integers(0, 8)).tolist())
-        prompt = head[: int(rng.integers(1, len(head) + 1))] + tail
-        yield Request(str(place), prompt, int(rng.integers(1, 20)), arrival=float(rng.random() * 20))
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_invariants_and_counts_hold_with_shared_prefixes_in_pools_that_preempt(policy):
-    num_cached = num_preemptions = 0
-    for seed in range(60):
-        rng = np.random.default_rng(seed)
-        requests = list(random_requests(rng))
-        block_size = int(rng.choice([1, 2, 4, 16]))
-        least = max(-(-(r.num_prompt_tokens + r.max_tokens - 1) // block_size) for r in requests)
-        trace = serve_checked(
-            requests,
-            policy,
-            seats=int(rng.integers(1, 8)),
-            budget=int(rng.choice([1, 7, 64])),
-            num_blocks=least + int(rng.integers(4)),
-            block_size=block_size,
-        )
-        counts = token_counts(trace)
-        assert (
-            counts.computed
-            == counts.prompt + counts.output - len(requests) + counts.recomputed - counts.cached
-        )
-        for record in trace.requests:
-            assert len(record.tokens) == record.max_tokens
-            assert 0 <= record.num_cached_tokens < record.num_prompt_tokens
-            assert record.num_recomputed_tokens >= 0
-        for step in trace.steps:
-            assert 0 < step.num_held_tokens <= step.num_held_blocks * block_size
-        num_cached += counts.cached
-        num_preemptions += sum(record.num_preemptions for record in trace.requests)
-    assert num_cached > 0
-    assert num_preemptions > 0
-
-
-def test_a_shared_block_is_counted_once_in_memory():
-    prompt = (1,) * 8 + (2,)
-    requests = [Request("first", prompt, 20), *(Request(str(n), prompt, 5, arrival=3.0) for n in range(5))]
-    trace = serve_checked(requests)
-    together = next(step for step in trace.steps if step.num_running == 6)
-    assert together.num_held_blocks == 2 + 6
-    assert together.num_held_tokens <= 8 + 6 * 4
-    assert prefix_hit_rate(trace) == pytest.approx(5 * 8 / (6 * 9))
-
-
-def test_hits_and_evictions_are_the_same_in_every_process():
-    code = """
-import json, numpy as np, sys
-sys.path.insert(0, "tests")
-from test_prefix_cache import random_requests, serve_checked
-requests = list(random_requests(np.random.default_rng(3)))
-trace = serve_checked(requests, num_blocks=30, seats=3)
-print(json.dumps([step.row() for step in trace.steps]))
-"""
-    outputs = set()
-    for seed in ("0", "1", "random"):
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        run = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-        )
-        outputs.add(run.stdout)
-    assert len(outputs) == 1
-    assert json.loads(outputs.pop())
-
-
-def test_without_prefix_caching_nothing_is_shared():
+def test_match_finds_nothing_without_prefix_caching():
     blocks = BlockManager(CacheConfig(10, 4))
     blocks.allocate("a", 8)
     assert blocks.match((1,) * 9) == ()
 
 
-def test_only_a_new_table_can_begin_with_shared_blocks():
+def test_uncache_blocks_takes_out_what_was_cached_before_its_kv_was_computed():
     blocks = pool(10)
-    hold(blocks, "a", (1,) * 8)
-    blocks.allocate("b", 4)
-    with pytest.raises(ValueError, match="'b' holds blocks already"):
-        blocks.share("b", blocks.match((1,) * 9))
+    prompt = tuple(range(13))
+    blocks.allocate("a", 13)
+    blocks.cache_full_blocks("a", prompt, 12)
+    assert blocks.uncache_blocks("a", 5) == blocks.table("a")[1:3]
+    assert len(blocks.match(prompt)) == 1
+    assert blocks.uncache_blocks("a", 5) == ()
+    blocks.cache_full_blocks("a", prompt, 12)
+    assert len(blocks.match(prompt)) == 3
+    blocks.check()
 
 
-def test_a_hit_reported_for_an_admission_that_was_undone_is_forgotten():
+# --- requests that share prefixes
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token():
+    prompt = tuple(range(8))
+    trace = serve_cached([Request("first", prompt, 6), Request("second", prompt, 6, arrival=50.0)])
+    _, entry = entries_of(trace, "second")[0]
+    assert (entry.start, entry.num_tokens, entry.samples) == (4, 4, True)
+    assert [record.num_cached_tokens for record in trace.requests] == [0, 4]
+
+
+def test_requests_share_cached_prefixes_only_within_their_salt():
+    prompt = (1,) * 9
+    salts = ["x", "y", "x", None, None]
+    requests = [Request(str(n), prompt, 2, arrival=10.0 * n, cache_salt=salt) for n, salt in enumerate(salts)]
+    assert [record.num_cached_tokens for record in serve_cached(requests).requests] == [0, 0, 8, 0, 8]
+
+
+@pytest.mark.parametrize("on_schedule", [False, True])
+def test_cache_on_schedule_lets_a_request_share_what_the_same_step_computes(on_schedule):
+    requests = [Request(name, (*distinct(10, 8), place), 3) for place, name in enumerate("ab")]
+    trace = serve_cached(requests, cache_on_schedule=on_schedule)
+    assert [record.num_cached_tokens for record in trace.requests] == [0, 8 if on_schedule else 0]
+    assert [record.first_scheduled for record in trace.requests] == [0.0, 0.0]
+
+
+def test_an_admission_that_relied_on_a_scheduled_prefix_is_undone_with_the_request_that_computes_it():
+    # "b" joins on the blocks that "a" is to compute in this step; then "old" needs one and takes them from "a".
+    class OldLast(NewcomersFirst):
+        name = "old_last"
+
+        def victim(self, view, candidates):
+            return next(state for state in candidates if state.id != "old")
+
+    prompt = distinct(10, 8)
+    requests = [
+        Request("old", distinct(50, 8), 9),
+        Request("a", (*prompt, 1), 2, 1.0),
+        Request("b", (*prompt, 2), 2, 1.0),
+    ]
+    trace = serve_cached(requests, OldLast(), num_blocks=6, cache_on_schedule=True)
+    plan = trace.steps[1].plan
+    assert [entry.request_id for entry in plan.scheduled] == ["old"]
+    assert plan.admitted == plan.preempted == ()
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 5])
+@pytest.mark.parametrize("step", range(5))
+def test_a_resumed_request_finds_its_own_blocks_before_its_tokens_are_counted(block_size, step):
+    # Counting before it finds its old blocks in the cache would plan tokens behind its end.
+    trace = serve_cached(
+        [Request("a", distinct(10, 10), 6)],
+        num_blocks=30,
+        block_size=block_size,
+        between=preempting("a", {step}, "recompute"),
+    )
+    known = 10 + step + 1
+    _, entry = entries_of(trace, "a")[step + 1]
+    found = (known - 1) // block_size * block_size
+    assert (entry.start, entry.num_tokens, entry.samples) == (found, known - found, True)
+    assert trace.requests[0].num_cached_tokens == 0
+    assert trace.requests[0].num_recomputed_tokens == known - 1 - found
+
+
+def test_a_resumed_request_computes_only_what_the_cache_lost():
+    # The pool holds both prompts, but not both outputs: the later request is preempted and comes back.
+    requests = [Request("a", (1,) * 10, 12), Request("b", (2,) * 10, 4)]
+    trace = serve_cached(requests, num_blocks=6)
+    resumed = trace.requests[1]
+    assert resumed.num_preemptions > 0
+    spans = [(entry.start, entry.num_tokens) for _, entry in entries_of(trace, "b")]
+    restarts = [start for start, _ in spans[1:] if start not in {a + b for a, b in spans}]
+    assert all(start % 4 == 0 for start in restarts)
+    assert sum(count for _, count in spans) == 10 + 4 - 1 + resumed.num_recomputed_tokens
+
+
+def test_blocks_behind_a_fully_cached_prompt_are_cached_too():
+    prompt = distinct(10, 8)
+    requests = [Request("first", prompt, 2), Request("again", prompt, 6, 10.0)]
+    longer = Request("longer", prompt + serve_cached(requests).outputs["again"], 2, 20.0)
+    # 8 + 6 - 1 tokens of "again" have KV, 12 of them in full blocks.
+    trace = serve_cached([*requests, longer])
+    assert [record.num_cached_tokens for record in trace.requests] == [0, 4, 12]
+
+
+def test_an_admission_counts_the_hits_of_the_step_in_which_it_succeeds():
+    # While "b" is refused with two hits, "a" takes the room of one of them.
+    head = distinct(10, 8)
+    requests = [
+        Request("x", head, 1),
+        Request("a", distinct(50, 8), 9, 1.0),
+        Request("b", head + distinct(90, 9), 1, 2.0),
+    ]
+    hits = []
+
+    def between(scheduler, record):
+        hits.extend(
+            scheduler.kv.num_cached_tokens(state) // 4 for state in scheduler.waiting if state.id == "b"
+        )
+
+    trace = serve_cached(requests, num_blocks=5, between=between)
+    assert (hits[0], hits[-1]) == (2, 1)
+    assert trace.requests[2].num_cached_tokens == 4
+
+
+def test_a_refused_admission_holds_nothing_and_what_it_would_have_shared_can_be_evicted():
+    prompt = distinct(10, 8)
+    requests = [
+        Request("x", prompt, 1),
+        Request("a", distinct(50, 8), 9),
+        Request("b", (*prompt, 1), 12, 1.0),
+    ]
+    refused = []
+
+    def between(scheduler, record):
+        if any(state.id == "b" for state in scheduler.waiting):
+            refused.append(record.plan.step)
+            assert scheduler.kv.table("b") == ()
+            assert scheduler.kv.num_held_blocks == len(scheduler.kv.table("a"))
+
+    serve_cached(requests, num_blocks=5, between=between)
+    assert len(refused) > 3
+
+
+def test_a_hit_found_for_an_admission_that_was_undone_is_not_counted():
     # "old" needs its next block in the step in which "new" was admitted on a hit, so "new" is put back.
     requests = [
         Request("seed", (1,) * 8, 1),
         Request("old", (2,) * 4, 8, arrival=1.0),
         Request("new", (1,) * 9, 1, arrival=2.0),
     ]
-    trace = serve_checked(requests, NewcomersFirst, num_blocks=4)
-    admissions = [
-        step.plan.step for step in trace.steps for entry in step.plan.admitted if entry.request.id == "new"
+    trace = serve_cached(requests, NewcomersFirst(), num_blocks=4)
+    new = trace.requests[2]
+    num_admissions = sum(entry.request.id == "new" for step in trace.steps for entry in step.plan.admitted)
+    computed = sum(entry.num_tokens for _, entry in entries_of(trace, "new"))
+    assert num_admissions == 1 + new.num_preemptions
+    assert computed == 9 + new.num_recomputed_tokens - new.num_cached_tokens
+
+
+def test_a_padding_row_may_share_its_last_block_with_a_request_that_joins_its_batch():
+    # "a" is done while the batch is still being filled, and "b" begins like it.
+    requests = [
+        Request("a", distinct(10, 8), 1),
+        Request("c", distinct(50, 12), 3),
+        Request("b", (*distinct(10, 8), 1, 2), 3),
     ]
-    computed = sum(
-        entry.num_tokens for step in trace.steps for entry in step.plan.scheduled if entry.request_id == "new"
-    )
-    assert len(admissions) == 1 + trace.requests[2].num_preemptions
-    assert computed == 9 + trace.requests[2].num_recomputed_tokens - trace.requests[2].num_cached_tokens
+    trace = serve_cached(requests, "static", seats=3, budget=12, num_blocks=30)
+    assert trace.requests[2].num_cached_tokens == 8
+    assert trace.steps[1].plan.padding[0].request_id == "a"
+    assert trace.steps[1].num_shared_blocks == 2
+
+
+def test_a_shared_block_is_counted_once_in_memory():
+    prompt = (1,) * 8 + (2,)
+    requests = [Request("first", prompt, 20), *(Request(str(n), prompt, 5, arrival=3.0) for n in range(5))]
+    trace = serve_cached(requests)
+    together = next(step for step in trace.steps if step.num_running == 6)
+    assert together.num_held_blocks == 2 + 6
+    assert together.num_held_tokens <= 8 + 6 * 4
+    assert sum(record.num_cached_tokens for record in trace.requests) == 5 * 8
+
+
+@pytest.mark.parametrize("on_schedule", [False, True])
+@pytest.mark.parametrize("policy", [*POLICIES, "vllm_v1", NewcomersFirst])
+def test_tokens_computed_cached_and_recomputed_add_up_whatever_is_preempted(policy, on_schedule):
+    seen: Counter[str] = Counter()
+    for seed in range(20):
+        requests, limits, cache = random_case(700 + seed)
+        cache = CacheConfig(
+            cache.num_blocks, cache.block_size, True, cache.num_host_blocks, cache_on_schedule=on_schedule
+        )
+        given = policy if isinstance(policy, str) else policy()
+        trace, _ = serve_refereed(requests, given, limits, cache, Meddler(seed, 0.3, 0.0, 20))
+        for record in trace.requests:
+            computed = furthest = again = 0
+            for _, entry in entries_of(trace, record.id):
+                computed += entry.num_tokens
+                again += max(0, min(furthest, entry.context_length) - entry.start)
+                furthest = max(furthest, entry.context_length)
+            length = record.num_prompt_tokens + len(record.tokens) - 1
+            assert record.num_recomputed_tokens == again
+            assert computed == length - record.num_cached_tokens + again
+            seen.update(cached=record.num_cached_tokens, recomputed=again)
+    assert seen["cached"] > 0
+    assert seen["recomputed"] > 0
+
+
+def test_random_runs_leave_only_cached_blocks_that_no_request_refers_to():
+    num_cached = 0
+    for seed in range(30):
+        requests, limits, cache = random_case(seed)
+        pools = []
+        serve_refereed(
+            requests, "fcfs", limits, cache, lambda scheduler, _, pools=pools: pools.append(scheduler.kv)
+        )
+        blocks = pools[-1]
+        num_cached += blocks.num_cached_blocks
+        # Each of them can be handed out again.
+        assert len(set(blocks.allocate("all", blocks.num_blocks * cache.block_size))) == blocks.num_blocks
+        assert blocks.num_cached_blocks == 0
+        blocks.check()
+    assert num_cached > 0
+
+
+HITS = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from helpers.core import random_case, serve_refereed
+
+rows = []
+limits = {"num_blocks": 30, "seats": 3, "block_size": 4, "prefix_caching": True}
+for seed in (1, 3, 6):
+    trace, _ = serve_refereed(random_case(seed)[0], **limits)
+    rows += [(step.plan, step.pool, step.events) for step in trace.steps]
+print(json.dumps(repr(rows)))
+"""
+
+
+def test_hits_and_evictions_are_the_same_in_every_process():
+    outputs = set()
+    for seed in ("0", "random"):
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(ROOT)}
+        run = subprocess.run(
+            [sys.executable, "-c", HITS, str(ROOT / "tests")],
+            capture_output=True,
+            text=True,
+            env=environment,
+            check=True,
+        )
+        outputs.add(run.stdout)
+    assert len(outputs) == 1
+    assert "evicted=(" in json.loads(outputs.pop())

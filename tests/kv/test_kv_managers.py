@@ -1,0 +1,86 @@
+"""Both KV managers are what the scheduler asks for, to a type checker and at run time."""
+
+import subprocess
+import sys
+from inspect import signature
+
+import pytest
+from hygiene import ROOT
+
+from cbresearch import kv
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.kv import ContiguousKV, KVManager, PagedKV
+from cbresearch.request import Request, RequestState
+
+MEMBERS = [name for name in vars(KVManager) if not name.startswith("_")]
+CONFIGS = {
+    "paged": CacheConfig(8, 4),
+    "everything that pages can do": CacheConfig(8, 4, True, 8, 12, cache_on_schedule=True),
+    "contiguous": CacheConfig(8, 4, reservation="oracle"),
+}
+
+TYPED = """
+from cbresearch.config import CacheConfig
+from cbresearch.kv import ContiguousKV, KVManager, PagedKV
+
+paged: KVManager = PagedKV(CacheConfig(8))
+contiguous: KVManager = ContiguousKV(CacheConfig(8, reservation="max"), 64)
+"""
+
+
+def test_kv_managers_satisfy_the_protocol_to_a_type_checker(tmp_path):
+    path = tmp_path / "managers.py"
+    path.write_text(TYPED)
+    done = subprocess.run(
+        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("manager", [PagedKV, ContiguousKV])
+def test_kv_managers_have_every_member_of_the_protocol_with_its_parameters(manager):
+    assert len(MEMBERS) > 20
+    built = manager(CONFIGS["contiguous" if manager is ContiguousKV else "paged"], 64)
+    for name in MEMBERS:
+        asked, given = getattr(KVManager, name), getattr(built, name)
+        if callable(asked):
+            assert list(signature(given).parameters) == list(signature(asked).parameters)[1:], name
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_kv_managers_serve_a_request_by_the_protocol_alone(name):
+    config = CONFIGS[name]
+    pool: KVManager = kv.build(config, SchedulerConfig(), recomputes_last=False)
+    request = Request("a", tuple(range(9)), 4)
+    assert pool.max_blocks_needed(request) <= pool.num_blocks == 8
+    state = RequestState(request, 0)
+    assert pool.num_cached_tokens(state) == 0
+    assert pool.admit(state, None)
+    added = pool.allocate("a", 9)
+    assert pool.holds("a") and pool.table("a") == added
+    state.num_computed_tokens = 9
+    pool.update(state, 0)
+    state.num_tokens = 10
+    assert pool.capacities(["a"])[0] >= 12
+    assert pool.num_held_blocks == pool.num_private_blocks("a") == len(added)
+    is_swapped = pool.swap_out(state)
+    assert is_swapped == (config.num_host_blocks > 0)
+    if is_swapped:
+        assert pool.num_held_host_blocks == len(pool.host_table("a")) == 3
+        assert pool.table("a") == ()
+        assert pool.swap_in(state)
+        # The two full blocks are still cached on the device.
+        assert [transfer.kind for transfer in pool.take_transfers()] == ["swap_out"] * 3 + ["swap_in"]
+    assert pool.num_free_blocks + pool.num_held_blocks + pool.num_unusable_blocks == pool.num_blocks
+    pool.check()
+    pool.free("a")
+    with pytest.raises(ValueError, match="'a' holds no blocks"):
+        pool.free("a")
+    pool.check()
+    assert pool.num_free_blocks == 8
+    assert set(pool.take_events().freed) >= set(added)
+    assert not any(pool.take_events())
