@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from test_two_tiers import least_pool, serve_on_model
+from helpers.core import least_pool, serve_on_model
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig

@@ -1,6 +1,7 @@
 """What tests of the core share: a referee that carries out plans, tight workloads, readers of a trace."""
 
 import math
+import random
 import zlib
 from collections import Counter
 from dataclasses import dataclass, field, fields
@@ -456,6 +457,11 @@ def admitted(trace):
     return ["".join(admission.request.id for admission in step.plan.admitted) for step in trace.steps]
 
 
+def admission_order(trace):
+    """Return the ids of requests in the order in which they were admitted, again after a preemption."""
+    return [admission.request.id for step in trace.steps for admission in step.plan.admitted]
+
+
 def preempted(trace):
     """Return the ids of the requests that each step preempts, in one text."""
     return ["".join(step.plan.preempted) for step in trace.steps]
@@ -482,6 +488,14 @@ def kinds(plan):
 def distinct(first, length):
     """Return token ids that no other part of a test has."""
     return tuple(range(first, first + length))
+
+
+def is_out_of_window(place, next_position, window, block_size):
+    """Say whether the next token, and so any later one, sees nothing of a block."""
+    seen = range(max(0, next_position - window + 1), next_position + 1)
+    return not set(seen) & set(range(place * block_size, (place + 1) * block_size)) and (
+        (place + 1) * block_size <= next_position
+    )
 
 
 def least_pool(requests, limits, block_size, window=None):
@@ -560,6 +574,91 @@ class NewcomersFirst(policies.Policy):
     def propose(self, view):
         yield from policies.joining(view, policies.queued(view))
         yield from policies.whole(view.running)
+
+
+# --- policies that stress the mechanism
+
+
+class Chunked(policies.Policy):
+    """Want a block's worth for each request, so that many prompts are begun at once."""
+
+    name = "chunked"
+
+    def propose(self, view):
+        for state, wanted in super().propose(view):
+            yield state, min(wanted, view.block_size)
+
+
+class OldestLeaves(Chunked):
+    """Preempt the request that was admitted first."""
+
+    name = "oldest_leaves"
+
+    def victim(self, view, candidates):
+        return candidates[0]
+
+
+class Selfless(policies.Policy):
+    """Preempt the request that asks."""
+
+    name = "selfless"
+
+    def propose(self, view):
+        for state, wanted in super().propose(view):
+            self.asking = state
+            yield state, wanted
+
+    def victim(self, view, candidates):
+        return self.asking
+
+
+class Erratic(policies.Policy):
+    """Decide by lot: the order, the wants and the victims."""
+
+    name = "erratic"
+
+    def __init__(self, seed, keeps_seats):
+        self.random = random.Random(seed)
+        self.keeps_seats = keeps_seats
+
+    def propose(self, view):
+        states = [*view.running, *view.waiting]
+        self.random.shuffle(states)
+        for state in states:
+            yield state, self.random.randint(-1, 6)
+        for state in states:
+            yield state, state.num_pending_tokens
+
+    def victim(self, view, candidates):
+        return self.random.choice(candidates)
+
+
+class Scripted(policies.Policy):
+    """Propose what the script says for a step, and go on as the base class does after its end."""
+
+    name = "scripted"
+
+    def __init__(self, *script):
+        self.script = list(script)
+
+    def propose(self, view):
+        if not self.script:
+            yield from super().propose(view)
+            return
+        states = {state.id: state for state in [*view.running, *view.waiting]}
+        for part in self.script.pop(0).split():
+            yield states[part[0]], int(part[1:] or 1)
+
+
+STRESS = {
+    **{name: lambda seed, name=name: policies.get(name) for name in POLICIES},
+    "chunked": lambda seed: Chunked(),
+    "oldest leaves": lambda seed: OldestLeaves(),
+    "selfless": lambda seed: Selfless(),
+    "erratic": lambda seed: Erratic(seed, keeps_seats=False),
+    "erratic, seats kept": lambda seed: Erratic(seed, keeps_seats=True),
+}
+"""Policies by a name that says what they do, each built from a seed."""
 
 
 # --- a real model

@@ -190,7 +190,7 @@ def test_cache_on_schedule_lets_a_request_share_what_the_same_step_computes(on_s
 
 
 def test_an_admission_that_relied_on_a_scheduled_prefix_is_undone_with_the_request_that_computes_it():
-    # "b" joins on the blocks that "a" is to compute in this step; then "old" needs one and takes them from "a".
+    # "b" joins on the blocks that "a" is to compute in this step; then "old" needs one of them.
     class OldLast(NewcomersFirst):
         name = "old_last"
 

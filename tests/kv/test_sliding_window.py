@@ -3,7 +3,15 @@
 from collections import Counter
 
 import pytest
-from helpers.core import POLICIES, Meddler, distinct, entries_of, random_case, serve_refereed
+from helpers.core import (
+    POLICIES,
+    Meddler,
+    distinct,
+    entries_of,
+    is_out_of_window,
+    random_case,
+    serve_refereed,
+)
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.kv import NULL_BLOCK
@@ -19,14 +27,6 @@ def most_blocks(window, chunk, block_size):
     return max(
         len({position // block_size for position in range(start, start + num_tokens)})
         for start in range(block_size)
-    )
-
-
-def is_out_of_window(place, next_position, window, block_size):
-    """Say whether the next token, and so any later one, sees nothing of a block."""
-    seen = range(max(0, next_position - window + 1), next_position + 1)
-    return not set(seen) & set(range(place * block_size, (place + 1) * block_size)) and (
-        (place + 1) * block_size <= next_position
     )
 
 
