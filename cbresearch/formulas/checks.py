@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["Lengths"]
+
 Lengths = npt.ArrayLike
 
 
@@ -18,6 +20,15 @@ def lengths_array(name: str, values: Lengths) -> npt.NDArray[np.float64]:
     for value in array[~(np.isfinite(array) & (array > 0))]:
         raise ValueError(f"{name} holds {float(value)!r}; lengths are finite and above 0")
     return array
+
+
+def paired_lengths(**lists: Lengths) -> list[npt.NDArray[np.float64]]:
+    """Return lists of lengths as arrays, which must be equally long: one value a request in each."""
+    (name, first), *others = arrays = [(name, lengths_array(name, values)) for name, values in lists.items()]
+    for other, values in others:
+        if len(values) != len(first):
+            raise ValueError(f"{name} has {len(first)} values, but {other} has {len(values)}")
+    return [values for _, values in arrays]
 
 
 def count(name: str, value: Any) -> int:

@@ -6,10 +6,14 @@ request's prompt, X its output, R the tokens that are reserved for it.
 
 from typing import NamedTuple
 
-import numpy as np
-
 from cbresearch.config import ModelShape
-from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
+from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, paired_lengths, positive
+
+__all__ = [
+    "MemoryShares", "contiguous_memory_shares", "fragmentation", "kv_bytes_per_request",
+    "kv_bytes_per_token", "mean_reserved_tokens", "num_kv_blocks", "num_requests_that_fit",
+    "paged_fragmentation", "time_mean_held_tokens", "weight_bytes",
+]  # fmt: skip
 
 
 def kv_bytes_per_token(
@@ -73,22 +77,6 @@ def kv_bytes_per_request(
         shape.num_layers - shape.num_sliding_layers
     ) * blocks + shape.num_sliding_layers * windowed
     return layer_blocks * block * _layer_bytes(shape, cache_dtype_bytes, scale_bytes, tensor_parallel)
-
-
-def max_window_blocks(sliding_window: int, block_size: int, num_in_flight: int = 1) -> int:
-    """Return the most blocks of a windowed layer that a request can need, ⌈(W − 1 + c)/b⌉ + 1.
-
-    The c tokens of a step and the W − 1 before them lie in a row, and may begin and end within a block.
-    `kv_bytes_per_request` never exceeds it; a short request needs fewer.
-    Source: the limit that vLLM's sliding-window manager admits by.
-
-    Args:
-        sliding_window: Tokens W that a query attends to, itself included.
-        block_size: Tokens per block b.
-        num_in_flight: Tokens c of the request in one step, more than 1 for a chunk of its prompt.
-    """
-    tokens = count("sliding_window", sliding_window) - 1 + count("num_in_flight", num_in_flight)
-    return -(-tokens // count("block_size", block_size)) + 1
 
 
 def num_kv_blocks(
@@ -179,9 +167,7 @@ def time_mean_held_tokens(prompts: Lengths, outputs: Lengths) -> float:
         prompts: Prompt lengths P in tokens.
         outputs: Output lengths X in tokens, of the same requests.
     """
-    prompt, output = lengths_array("prompts", prompts), lengths_array("outputs", outputs)
-    if len(prompt) != len(output):
-        raise ValueError(f"prompts has {len(prompt)} values, but outputs has {len(output)}")
+    prompt, output = paired_lengths(prompts=prompts, outputs=outputs)
     return float((output @ prompt + output @ output / 2) / output.sum())
 
 
@@ -234,11 +220,9 @@ def contiguous_memory_shares(
         capacity: Tokens that the memory has room for.
     """
     positive(num_running=num_running, capacity=capacity)
-    output, room = lengths_array("outputs", outputs), lengths_array("reserved", reserved)
+    room, prompt, output = paired_lengths(reserved=reserved, prompts=prompts, outputs=outputs)
     states, to_come = time_mean_held_tokens(prompts, outputs), mean_reserved_tokens(outputs)
-    if len(room) != len(output):
-        raise ValueError(f"reserved has {len(room)} values, but outputs has {len(output)}")
-    for length in room[room < np.asarray(prompts) + output]:
+    for length in room[room < prompt + output]:
         raise ValueError(f"reserved holds {float(length)!r}, less than the prompt and output of its request")
     held = float(output @ room / output.sum())
     if num_running * held > capacity * (1 + 1e-9):

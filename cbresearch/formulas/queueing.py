@@ -11,6 +11,11 @@ import numpy as np
 
 from cbresearch.formulas.checks import count, non_negative, positive
 
+__all__ = [
+    "clipped_gap_cv2", "clipped_gap_mean", "erlang_c", "kingman_wait", "md1_wait", "mg1_wait",
+    "mm1_correlated_waits", "mm1_relaxation", "mmc_idle", "mmc_wait", "slotted_wait", "step_boundary_shift",
+]  # fmt: skip
+
 
 def mg1_wait(rate: float, mean_service: float, service_cv2: float) -> float:
     """Return the mean wait in seconds for one slot and Poisson arrivals, ρ/(1 − ρ)·(1 + cv²)/2·E[S].
@@ -86,22 +91,6 @@ def mmc_wait(rate: float, mean_service: float, num_slots: int) -> float:
     return erlang_c(rate, mean_service, num_slots) / (1 - load) * mean_service / num_slots
 
 
-def mgc_wait(rate: float, mean_service: float, service_cv2: float, num_slots: int) -> float:
-    """Return the mean wait in seconds for c slots and Poisson arrivals, about (1 + cv²)/2·`mmc_wait`.
-
-    Exact for one slot and for exponential services. Source: Lee and Longton, Operational Research Quarterly
-    10, 1959.
-
-    Args:
-        rate: Requests per second λ.
-        mean_service: Mean seconds E[S].
-        service_cv2: Squared coefficient of variation of S.
-        num_slots: Slots c.
-    """
-    non_negative(service_cv2=service_cv2)
-    return (1 + service_cv2) / 2 * mmc_wait(rate, mean_service, num_slots)
-
-
 def mmc_idle(rate: float, mean_service: float, num_slots: int) -> float:
     """Return the share of the time in which all c slots are empty, P0, with exponential services.
 
@@ -132,19 +121,22 @@ def slotted_wait(rate: float, mean_length: float, step: float, num_slots: int) -
         step: Seconds of a step.
         num_slots: Slots c.
     """
+    from scipy.stats import binom, poisson
+
     if not mean_length >= 1:
         raise ValueError(f"mean_length is {mean_length!r}; a request has at least 1 token")
     positive(step=step)
     load = _load(rate, mean_length * step, num_slots)
     arriving = rate * step
     size = num_slots + math.ceil((40 + 10 * arriving) / (1 - load))
-    come = _poisson(arriving, size)
+    come = poisson.pmf(np.arange(size), arriving)
     moves = np.zeros((size, size))
     moves[0, 1] = 1.0
     for number in range(1, size):
-        for ended, chance in enumerate(_binomial(1 / mean_length, min(number, num_slots))):
+        served = min(number, num_slots)
+        for ended, probability in enumerate(binom.pmf(np.arange(served + 1), served, 1 / mean_length)):
             left = number - ended
-            moves[number, left:] += chance * come[: size - left]
+            moves[number, left:] += probability * come[: size - left]
     moves[:, -1] += 1 - moves.sum(axis=1)
     balance = moves.T - np.eye(size)
     balance[-1] = 1.0
@@ -235,15 +227,3 @@ def _load(rate: float, mean_service: float, num_slots: int) -> float:
     if not load < 1:
         raise ValueError(f"the load is {load!r}; from 1 on the queue grows without end and no mean exists")
     return load
-
-
-def _poisson(mean: float, size: int) -> np.ndarray:
-    steps = np.log(mean) - np.log(np.arange(1, size))
-    return np.exp(np.append(0.0, np.cumsum(steps)) - mean)
-
-
-def _binomial(p: float, number: int) -> np.ndarray:
-    odds = np.ones(1)
-    for _ in range(number):
-        odds = np.convolve(odds, (1 - p, p))
-    return odds

@@ -19,6 +19,8 @@ from cbresearch.trace.steps import Part, Steps
 if TYPE_CHECKING:
     import pandas as pd
 
+__all__ = ["Origin", "Stay", "Trace"]
+
 
 class Stay(NamedTuple):
     """A request's uninterrupted stay in a seat.
@@ -153,6 +155,12 @@ class Trace:
 
         return explain(self.steps, self.requests, request_id)
 
+    def to_chrome(self) -> dict[str, Any]:
+        """Return the run in the Chrome trace event format, as `to_perfetto` writes it."""
+        from cbresearch.trace.perfetto import chrome_trace
+
+        return chrome_trace(self)
+
     def to_perfetto(self, path: str | Path) -> Path:
         """Write the run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
@@ -178,3 +186,13 @@ class Trace:
                 for record in self.requests
             ],
         }
+
+    def save(self, path: str | Path) -> Path:
+        """Write the whole trace as JSON lines, which `trace.load` reads back bit for bit.
+
+        Args:
+            path: Where to write it, whole or not at all; with the ending ".gz" it is compressed.
+        """
+        from cbresearch.trace.storage import save
+
+        return save(self, path)
