@@ -17,13 +17,14 @@ from tqdm.auto import tqdm
 from cbresearch import metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
+from cbresearch.kv import reserved_tokens
 from cbresearch.policies.base import may_fast_forward
 from cbresearch.request import Request, expand
-from cbresearch.kv import reserved_tokens
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import CostExecutor
-from cbresearch.trace import Steps, Trace
+from cbresearch.step import DecodeRun
+from cbresearch.trace import Trace
 
 STEADY = tuple(name for name in POLICIES if may_fast_forward(policies.get(name)))
 COSTS = (
@@ -106,28 +107,28 @@ def run(policy: str, seed: int, fast_forward: bool) -> tuple[Trace, Scheduler]:
     scheduler = Scheduler(policies.get(policy), *limits(requests, rng))
     cost = COSTS[int(rng.integers(len(COSTS)))]
     if rng.random() < 0.3:
-        # Two more turns of whoever is first in the alphabet.
+        # Two more turns of two clients.
         follows = {f"{name}{turn}": f"{name}{turn}+" for name in ("r0", "r1") for turn in ("", "+")}
 
-        def then(record):
+        def follow(record):
             if record.id in follows and record.error is None:
                 return [Request(follows[record.id], 5, 7, arrival=record.finish + 0.37)]
             return []
 
     else:
-        then = None
-    trace = serve(requests, scheduler, CostExecutor(cost), on_finish=then, fast_forward=fast_forward)
+        follow = None
+    trace = serve(requests, scheduler, CostExecutor(cost), on_finish=follow, fast_forward=fast_forward)
     scheduler.check()
     return trace, scheduler
 
 
 def differences(policy: str, seed: int) -> tuple[list[str], Trace]:
     """Return in what a run with steps taken at once differs from one that steps, and the former's trace."""
-    (stepped, scheduler), (leapt, other) = run(policy, seed, False), run(policy, seed, True)
+    (stepped, scheduler), (fast, other) = run(policy, seed, False), run(policy, seed, True)
     found = []
-    if len(stepped.steps) != len(leapt.steps):
-        found.append(f"{len(stepped.steps)} steps, {len(leapt.steps)} with leaps")
-    for one, two in zip(stepped.steps, leapt.steps, strict=False):
+    if len(stepped.steps) != len(fast.steps):
+        found.append(f"{len(stepped.steps)} steps, {len(fast.steps)} with decode runs")
+    for one, two in zip(stepped.steps, fast.steps, strict=False):
         for field in fields(one):
             if getattr(one, field.name) != getattr(two, field.name):
                 found.append(
@@ -136,36 +137,41 @@ def differences(policy: str, seed: int) -> tuple[list[str], Trace]:
                 )
         if found:
             break
-    for one, two in zip(stepped.requests, leapt.requests, strict=True):
+    for one, two in zip(stepped.requests, fast.requests, strict=True):
         for field in fields(one):
             if getattr(one, field.name) != getattr(two, field.name):
                 found.append(f"request {one.id}, {field.name}")
-    if stepped != leapt or leapt != stepped:
+    if stepped != fast or fast != stepped:
         found.append("the traces are unequal")
-    if metrics.summary(stepped) != metrics.summary(leapt):
+    if metrics.summary(stepped) != metrics.summary(fast):
         found.append("the metrics differ")
-    if [*stepped.memory()] != [*leapt.memory()]:
-        found.append("the memory use differs")
-    if vars(scheduler.kv).get("_free") != vars(other.kv).get("_free"):
-        found.append("the free blocks lie in another order")
+    if not stepped.steps_frame().equals(fast.steps_frame()):
+        found.append("the columns differ")
     if getattr(scheduler.kv, "cached_block_ids", ()) != getattr(other.kv, "cached_block_ids", ()):
         found.append("other blocks are cached")
+    if all_blocks(scheduler) != all_blocks(other):
+        found.append("the free blocks lie in another order")
     for name, value in vars(scheduler.policy).items():
         if not isinstance(value, list) and vars(other.policy)[name] != value:
             found.append(f"the policy's {name} is {vars(other.policy)[name]}, not {value}")
-    return found, leapt
+    return found, fast
+
+
+def all_blocks(scheduler: Scheduler) -> tuple[int, ...] | None:
+    """Take all blocks of a pool of pages that serves no request, in the order in which it hands them out."""
+    config = scheduler.kv.config
+    return None if config.reservation else scheduler.kv.allocate("all", config.num_tokens)
 
 
 def features(trace: Trace) -> Counter[str]:
     """Count what a trace has of what could go wrong."""
-    steps = trace.steps.parts if isinstance(trace.steps, Steps) else ()
-    leaps = [part for part in steps if hasattr(part, "ends")]
+    runs = [part for part in trace.parts if isinstance(part, DecodeRun)]
     return Counter(
         steps=len(trace.steps),
-        leaps=len(leaps),
-        steps_in_leaps=sum(map(len, leaps)),
-        leaps_while_some_wait=sum(leap.segments[0].pool.num_waiting > 0 for leap in leaps),
-        leaps_with_padding=sum(bool(leap.padding) for leap in leaps),
+        decode_runs=len(runs),
+        steps_in_runs=sum(map(len, runs)),
+        runs_with_a_queue=sum(run.segments[0].pool.num_waiting > 0 for run in runs),
+        runs_with_padding=sum(bool(run.padding) for run in runs),
         preemptions=sum(record.num_preemptions for record in trace.served),
         swaps=sum(len(step.plan.swapped) for step in trace.steps),
         windows=int(trace.cache.sliding_window is not None),
