@@ -216,22 +216,26 @@ def simulate(
     pool = cache or unlimited_cache(requests, limits.max_num_seqs)
     policy = policies.get(policy)
 
-    def run(fast_forward: bool, writer: TraceWriter | None) -> Trace:
+    def run(
+        fast_forward: bool, on_step: Callable[[StepRecord], object] | None, writer: TraceWriter | None
+    ) -> Trace:
         # A cost model that can tell a step's time beforehand is the policy's step-time model as well.
         served = Scheduler(policy, limits, pool, getattr(cost, "seconds", None))
         return serve(
             requests,
             served,
             CostExecutor(cost),
-            on_step=on_step if writer is not None or not verify or fast_forward else None,
+            on_step=on_step,
             on_finish=on_finish,
             fast_forward=fast_forward,
             writer=writer,
         )
 
-    trace = run(fast_forward, writer)
-    if verify:
-        _require_equal(trace, run(False, None))
+    if not verify:
+        return run(fast_forward, on_step, writer)
+    # With `on_step` every step would be taken by itself, and nothing be proved.
+    trace = run(fast_forward, None, writer)
+    _require_equal(trace, run(False, on_step, None))
     return trace
 
 

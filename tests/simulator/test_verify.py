@@ -115,7 +115,14 @@ def test_verify_of_a_run_in_which_requests_follow_others_asks_for_them_anew():
     assert len(trace.requests) == 8
 
 
-def test_verify_calls_on_step_once_for_each_step():
+@pytest.mark.parametrize("fast_forward", [True, False])
+def test_verify_calls_on_step_once_for_each_step(fast_forward):
     seen = []
-    trace = simulate([Request("a", 3, 30)], "fcfs", on_step=seen.append, verify=True)
+    options = {"on_step": seen.append, "fast_forward": fast_forward}
+    trace = simulate([Request("a", 3, 30)], "fcfs", verify=True, **options)
     assert tuple(seen) == trace.steps
+
+
+def test_verify_finds_a_lie_even_if_on_step_is_given():
+    with pytest.raises(RuntimeError, match="policy 'patient' says fast_forward"):
+        simulate(patient_workload(), Patient(), on_step=lambda record: None, verify=True)
