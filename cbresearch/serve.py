@@ -178,6 +178,10 @@ class _Run:
     def serve(self, outlook: Outlook | None) -> None:
         """Serve until no request is left."""
         scheduler = self._scheduler
+        if self._writer is not None:
+            for entry in self._requests:
+                if isinstance(entry, Refusal):
+                    self._writer.request(record_of(entry, None))
         while True:
             arrival = self._next_arrival()
             if not scheduler.has_work:
