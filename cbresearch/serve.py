@@ -1,7 +1,7 @@
 """The one loop: arrivals, clock, steps, finish."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Protocol
@@ -204,7 +204,7 @@ class _Run:
             if run is not None:
                 part, finished = run
                 self.now = part.ends[-1]
-                self._add(part, {})
+                self._add(part, self._tokens_of(part, outlook))
             else:
                 plan = scheduler.schedule(self.now)
                 result = self._loop.execute(plan)
@@ -244,7 +244,15 @@ class _Run:
             if self._writer is not None:
                 self._writer.queued(record_of(request, state))
 
-    def _add(self, part: StepRecord | DecodeRun, tokens: Mapping[str, int]) -> None:
+    def _tokens_of(self, part: DecodeRun, outlook: Outlook | None) -> Mapping[str, Sequence[int]]:
+        """Return the tokens that requests got from a decode run, if they are written."""
+        if self._writer is None or outlook is None:
+            return {}
+        tokens = outlook.tokens(len(part))
+        rows = zip(part.request_ids, part.num_steps, strict=True)
+        return {request_id: tokens[:num_steps] for request_id, num_steps in rows}
+
+    def _add(self, part: StepRecord | DecodeRun, tokens: Mapping[str, int | Sequence[int]]) -> None:
         self.parts.append(part)
         if self._writer is not None:
             self._writer.step(part, tokens)
