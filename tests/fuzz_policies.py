@@ -47,7 +47,7 @@ class Cell:
 
     Attributes:
         policy: Its name.
-        room: "recompute", "swap", or "roomy": a pool in which nobody ever has to make room.
+        room: "recompute", "swap", or "roomy": a pool in which no request ever has to make room.
         caching: Whether prefixes are cached.
         chunked: Whether a prompt may be cut where the token budget ends.
     """
@@ -95,7 +95,7 @@ def limits(
         request.num_prompt_tokens + request.max_tokens - 1 for request in requests if request.id != "huge"
     ]
     needed = [-(-length // block_size) for length in lengths]
-    # In a roomy pool nobody is short of blocks even if all are there at once.
+    # In a roomy pool no request is short of blocks even if all are there at once.
     num_blocks = sum(needed) + len(needed) if cell.room == "roomy" else max(needed) + int(rng.integers(0, 5))
     budget = int(rng.choice([3, 16, 60])) if cell.chunked else max(lengths)
     seats = len(requests) if cell.room == "roomy" else int(rng.integers(1, 7))
@@ -125,7 +125,7 @@ def run(cell: Cell, seed: int) -> Trace:
     rng = np.random.default_rng(seed)
     requests = workload(rng)
     scheduler = Scheduler(policies.get(cell.policy), *limits(cell, requests, rng))
-    # Each request may be computed as often as it can be preempted, and everyone may have to wait for it.
+    # Each request may be computed as often as it can be preempted, and all may have to wait for it.
     work = sum(request.num_prompt_tokens + request.max_tokens for request in requests if request.id != "huge")
     patience = 20 * work * (scheduler.config.max_preemptions + 1)
 
@@ -135,7 +135,7 @@ def run(cell: Cell, seed: int) -> Trace:
 
     trace = serve(requests, scheduler, CostExecutor(Linear(1.0)), on_step=look)
     judge(cell, requests, trace)
-    assert scheduler.blocks.num_free_blocks == scheduler.blocks.num_blocks
+    assert scheduler.kv.num_free_blocks == scheduler.kv.num_blocks
     return trace
 
 
@@ -149,7 +149,7 @@ def judge(cell: Cell, requests: list[Request], trace: Trace) -> None:
         assert len(record.tokens) == min(request.max_tokens, request.output_length or request.max_tokens)
         assert record.finish_reason in ("stop", "length")
     if cell.room == "roomy":
-        assert not any(step.plan.preempted for step in trace.steps), "nobody had to make room"
+        assert not any(step.plan.preempted for step in trace.steps), "no request had to make room"
     for step in trace.steps:
         assert step.plan.num_tokens <= trace.scheduler.max_num_batched_tokens
         assert step.num_running <= trace.scheduler.max_num_seqs
