@@ -1,8 +1,8 @@
 """Runs of equal decode steps, taken at once over the scheduler's public methods.
 
-A run begins where the next step decodes every running request and a policy promises that the steps behind it do
-the same (`Policy.fast_forward`). It ends where a request arrives or finds no block, or, if requests wait, finishes. The
-trace and the scheduler's state are those of stepping, bit for bit.
+A run begins where the next step decodes every running request and a policy promises that the steps behind it
+do the same (`Policy.fast_forward`). It ends where a request arrives or finds no block, or, if requests wait,
+finishes. The trace and the scheduler's state are those of stepping, bit for bit.
 """
 
 from bisect import bisect_left
@@ -124,9 +124,7 @@ class _Run:
         self.events = NO_EVENTS
         self.done: list[RequestState] = []
 
-    def take(
-        self, until: float, passes_finishes: bool
-    ) -> tuple[DecodeRun, tuple[RequestState, ...]] | None:
+    def take(self, until: float, passes_finishes: bool) -> tuple[DecodeRun, tuple[RequestState, ...]] | None:
         """Take the steps."""
         batch = self.batch
         durations, self.ends, stretches = _forecast(
@@ -222,7 +220,11 @@ class _Run:
 
     def _catch_up(self, states: Iterable[RequestState], num_steps: int) -> None:
         """Bring the states of requests to where they are behind the first `num_steps` steps."""
-        tokens, last_step, notify = self.outlook.tokens(num_steps), self.first_step + num_steps - 1, self.notify
+        tokens, last_step, notify = (
+            self.outlook.tokens(num_steps),
+            self.first_step + num_steps - 1,
+            self.notify,
+        )
         times = self.ends if num_steps == len(self.ends) else self.ends[:num_steps]
         for state in states:
             state.decode(tokens, times, last_step)
@@ -253,7 +255,7 @@ def _forecast(
         most: Steps that are enough.
 
     Returns:
-        The seconds of each step, the seconds since the start of the run at which each ends, and the stretches.
+        Seconds of each step, seconds since the start of the run at which each ends, and the stretches.
     """
     order = sorted(range(len(lasts)), key=lasts.__getitem__)
     num_rows, num_padding = len(order), len(padding)

@@ -237,18 +237,22 @@ def simulate(
 
 def _require_equal(fast: Trace, stepped: Trace) -> None:
     """Raise RuntimeError where a trace differs from that of the same run taken step by step."""
-    remedy = "set its `fast_forward` to False, or let no decision turn on the time, tokens served or free blocks"
+    remedy = (
+        "set its `fast_forward` to False, or let no decision turn on the time, tokens served or free blocks"
+    )
     for place, (one, other) in enumerate(zip(fast.steps, stepped.steps, strict=False)):
-        wrong = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
+        wrong = [
+            field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)
+        ]
         if wrong:
             raise RuntimeError(
-                f"policy {fast.policy!r} says fast_forward, but step {place} taken at once differs from the same "
-                f"step taken by itself in {', '.join(wrong)}: {one} instead of {other}; {remedy}"
+                f"policy {fast.policy!r} says fast_forward, but step {place} taken at once differs from the "
+                f"same step taken by itself in {', '.join(wrong)}: {one} instead of {other}; {remedy}"
             )
     if len(fast.steps) != len(stepped.steps) or fast.requests != stepped.requests:
         raise RuntimeError(
-            f"policy {fast.policy!r} says fast_forward, but {len(fast.steps)} steps taken at once differ from "
-            f"{len(stepped.steps)} steps taken one by one; {remedy}"
+            f"policy {fast.policy!r} says fast_forward, but {len(fast.steps)} steps taken at once differ "
+            f"from {len(stepped.steps)} steps taken one by one; {remedy}"
         )
 
 
@@ -320,9 +324,9 @@ def replan(
 ) -> Replan:
     """Plan each recorded step anew, on the clock of the recorded run: conformance for any engine.
 
-    Requests are queued at the times at which the recorded scheduler got to know them, and get the outputs that
-    they got then. Of another engine's run (`trace.origin`) the decisions are compared: the requests scheduled, in
-    their order, with their tokens, and those preempted; block ids are the engine's own.
+    Requests are queued at the times at which the recorded scheduler got to know them, and get the outputs
+    that they got then. Of another engine's run (`trace.origin`) the decisions are compared: the requests
+    scheduled, in their order, with their tokens, and those preempted; block ids are the engine's own.
 
     Args:
         trace: The recorded run.
