@@ -2,8 +2,8 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from heapq import heappop, heappush
 from functools import lru_cache
+from heapq import heappop, heappush
 from itertools import starmap
 from typing import NamedTuple
 
