@@ -97,7 +97,7 @@ class _Run:
 
     def __init__(self, scheduler: Scheduler, outlook: Outlook, batch: DecodeBatch, now: float) -> None:
         self.scheduler, self.outlook, self.batch, self.start = scheduler, outlook, batch, now
-        self.kv = scheduler.kv
+        self.kv, self.block_size = scheduler.kv, scheduler.kv.config.block_size
         self.notify = scheduler.on_scheduled
         self.first_step = scheduler.step
         order = batch.order
@@ -135,7 +135,7 @@ class _Run:
             self.start,
             until,
             passes_finishes,
-            (self.kv.num_free_blocks // len(batch.order) + 2) * self.kv.config.block_size,
+            (self.kv.num_free_blocks // len(batch.order) + 2) * self.block_size,
         )
         num_steps, closed = 0, batch.closed
         for stretch in stretches:
@@ -175,7 +175,7 @@ class _Run:
 
     def _take_blocks(self, offset: int, end: int, closed: str | None) -> int:
         """Give the rows the blocks that they need in some steps; return to which step these suffice."""
-        queue, lasts, size = self.queue, self.lasts, self.kv.config.block_size
+        kv, queue, lasts, size = self.kv, self.queue, self.lasts, self.block_size
         steps: list[int] = []
         places: list[int] = []
         while queue and queue[0][0] < end:
@@ -184,14 +184,14 @@ class _Run:
                 steps.append(step)
                 places.append(place)
                 queue.append((step + size, place))
-        num_free = self.kv.num_free_blocks
+        num_free = kv.num_free_blocks
         if len(steps) > num_free:
             end = steps[num_free]
             num_free = bisect_left(steps, end)
             del steps[num_free:], places[num_free:]
         if end == offset:
             return end
-        events = self.kv.take_events()
+        events = kv.take_events()
         if offset:
             self.freed.append((offset, events.freed))
         else:
@@ -202,7 +202,7 @@ class _Run:
         if steps:
             self.taken_in += steps
             self.taken_by += places
-            self.blocks += self.kv.append_blocks([self.request_ids[place] for place in places])
+            self.blocks += kv.append_blocks([self.request_ids[place] for place in places])
         self.scheduler.advance(end - offset, num_rows * (end - offset))
         return end
 

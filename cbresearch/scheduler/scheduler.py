@@ -427,18 +427,16 @@ class Scheduler:
 
     def _decode_order(self, now: float) -> Sequence[RequestState] | None:
         """Return the running requests in the policy's order; None unless it proposes just these."""
-        view = self._open_view(now)
-        order: dict[RequestState, None] = {}
+        view, num_running = self._open_view(now), len(self._running)
+        order: list[RequestState] = []
         for state, wanted in self.policy.propose(view):
-            if not view.token_budget:
-                break
-            if state in order:
-                continue
             if type(wanted) is not int or wanted < 1 or state.status is not RUNNING:
                 return None
-            order[state] = None
+            order.append(state)
             view.token_budget -= 1
-        return list(order) if len(order) == len(self._running) else None
+            if len(order) == num_running:
+                return order if len(set(order)) == num_running else None
+        return None
 
     def _open_view(self, now: float) -> View:
         """Return the policy's view of a step in which nothing is scheduled yet."""
