@@ -92,7 +92,7 @@ def load(kind: str, name: str, base: type[T]) -> type[T]:
     path, _, defined = name.partition(":")
     if not Path(path).is_file():
         raise ValueError(f"{kind} {name!r}: there is no file {path!r} in {Path.cwd()}; give its path")
-    module = runpy.run_path(path, run_name=Path(path).stem)
+    module = runpy.run_path(path, run_name=path)
     classes = {
         key: value for key, value in module.items() if isinstance(value, type) and issubclass(value, base)
     }

@@ -9,7 +9,7 @@ from cbresearch.request import RequestState
 
 
 class Priority(Ranked):
-    """Serve by (priority, arrival), smaller first; a more urgent newcomer displaces a running one.
+    """Serve by (priority, arrival), smaller first; a more urgent waiting request displaces a running one.
 
     Equals never displace one another. A preempted request keeps its place in that order.
     """
@@ -21,7 +21,7 @@ class Priority(Ranked):
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the priority."""
-        return request.request.priority
+        return request.priority
 
 
 class EarliestDeadline(Ranked):
@@ -34,12 +34,12 @@ class EarliestDeadline(Ranked):
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the deadline."""
-        deadline = request.request.deadline
+        deadline = request.deadline
         return math.inf if deadline is None else deadline
 
 
 class LeastSlack(ShortestJobFirst):
-    """Admit whoever can least afford to wait: deadline − now − the prefill's time, least first.
+    """Admit by the slack left for waiting: deadline − now − the prefill's time, least first.
 
     Without a deadline a request comes last. Medha and vidur preempt prefills for it; here it only orders the
     queue, an interpretation. Without a step-time model the prefill's time is 0.
@@ -59,19 +59,19 @@ class LeastSlack(ShortestJobFirst):
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the slack in seconds, or as a share."""
-        if (deadline := request.request.deadline) is None:
+        if (deadline := request.deadline) is None:
             return math.inf
         slack = deadline - view.now - view.step_seconds(request.num_pending_tokens, request.num_tokens)
-        return slack / max(deadline - request.request.arrival, 1e-9) if self.relative else slack
+        return slack / max(deadline - request.arrival, 1e-9) if self.relative else slack
 
 
 class Andes(Ranked):
-    """Serve whoever gains most quality of experience per KV token.
+    """Serve the request that gains most quality of experience per KV token.
 
-    A reader expects the first token after `ttft` seconds and then `speed` tokens a second. Who is behind that
-    gains by being served; who is not has a buffer to read from, and may be displaced. The paper's gain is an
-    integral over a horizon, in a greedy knapsack; here it is the tokens by which a request is behind now, an
-    interpretation.
+    A reader expects the first token after `ttft` seconds and then `speed` tokens a second. A request behind
+    that gains by being served; one ahead of it has a buffer to read from, and may be displaced. The paper's
+    gain is an integral over a horizon, in a greedy knapsack; here it is the tokens by which a request is
+    behind now, an interpretation.
 
     Args:
         ttft: Seconds until the first token is expected.
@@ -87,7 +87,7 @@ class Andes(Ranked):
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return minus the tokens behind, per token of KV."""
-        late = view.now - request.request.arrival - self.ttft
+        late = view.now - request.arrival - self.ttft
         expected = 1 + late * self.speed if late >= 0 else 0.0
         return (request.num_output_tokens - expected) / request.num_tokens
 
@@ -98,5 +98,5 @@ class Andes(Ranked):
     def displace(
         self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
     ) -> RequestState | None:
-        """Choose who is farthest ahead, for a newcomer that is behind."""
+        """Choose the request that is farthest ahead, for a waiting one that is behind."""
         return None if self.may_lose(view, newcomer) else super().displace(view, newcomer, candidates)
