@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from cbresearch.costs import Roofline as Roofline
     from cbresearch.engine import Engine as Engine
     from cbresearch.engine import ModelExecutor as ModelExecutor
-    from cbresearch.experiments import capacity as capacity
-    from cbresearch.experiments import compare as compare
-    from cbresearch.experiments import compare_simulated as compare_simulated
-    from cbresearch.experiments import sweep as sweep
+    from cbresearch.experiments.capacity import capacity as capacity
+    from cbresearch.experiments.compare import compare as compare
+    from cbresearch.experiments.compare import compare_simulated as compare_simulated
+    from cbresearch.experiments.sweep import sweep as sweep
     from cbresearch.model_shape import ModelShape as ModelShape
     from cbresearch.policies import Policy as Policy
     from cbresearch.request import Refusal as Refusal

@@ -92,6 +92,12 @@ class ModelShape:
                 f"with a sliding_window of {self.sliding_window}"
             )
 
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Return the bytes that all layers cache of one token."""
+        per_head = self.head_dim + (self.value_head_dim or self.head_dim)
+        return self.num_layers * (self.latent_dim or self.num_kv_heads * per_head) * self.dtype_bytes
+
     @classmethod
     def from_config(cls, config: Any, *, num_parameters: int, dtype_bytes: int) -> "ModelShape":
         """Read a shape off a transformers config, or off a mapping such as a `config.json`.

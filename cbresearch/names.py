@@ -38,7 +38,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a clause that names the near misses of `name`, or else what is known."""
-    known = sorted(known)
+    known = list(known)
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"

@@ -345,12 +345,12 @@ class RequestState:
 
     @property
     def priority(self) -> int:
-        """Return the priority; smaller is more urgent."""
+        """Return the request's priority; smaller is more urgent."""
         return self.request.priority
 
     @property
     def deadline(self) -> float | None:
-        """Return the seconds since the start of the run by which the answer is wanted, or None."""
+        """Return the seconds since the start of the run by which the answer is wanted."""
         return self.request.deadline
 
     @property
@@ -360,17 +360,17 @@ class RequestState:
 
     @property
     def prompt(self) -> Prompt:
-        """Return the prompt: token ids, or a length in tokens."""
+        """Return the prompt: token ids, or their number."""
         return self.request.prompt
 
     @property
     def predicted_output(self) -> int | None:
-        """Return the number of output tokens that a predictor expects, or None."""
+        """Return the number of output tokens that a predictor expects."""
         return self.request.predicted_output
 
     @property
     def sampling(self) -> SamplingParams:
-        """Return how output tokens are chosen."""
+        """Return how the output is chosen."""
         return self.request.sampling
 
     @property

@@ -6,7 +6,6 @@ from types import MappingProxyType
 
 from cbresearch.checks import count, real
 from cbresearch.config import Hardware
-from cbresearch.formulas import kv_bytes_per_token
 from cbresearch.model_shape import ModelShape
 from cbresearch.plan import Plan, Scheduled
 
@@ -106,12 +105,12 @@ class Roofline:
         key_and_value_dim = shape.head_dim + (shape.value_head_dim or shape.head_dim)
         per_pair = 2 * shape.num_layers * shape.num_heads * key_and_value_dim
         attention = max(
-            per_pair * num_pairs / flops, num_context_tokens * kv_bytes_per_token(shape) / bandwidth
+            per_pair * num_pairs / flops, num_context_tokens * shape.kv_bytes_per_token / bandwidth
         )
         return self.overhead + linear + attention
 
     def _transfer_seconds(self, plan: Plan) -> float:
-        block_bytes = kv_bytes_per_token(self.shape) * self.block_size
+        block_bytes = self.shape.kv_bytes_per_token * self.block_size
         num_copied = plan.num_transfers("copy")
         num_swapped = len(plan.transfers) - num_copied
         # A copy reads and writes the same memory.
