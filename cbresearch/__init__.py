@@ -55,7 +55,7 @@ _EXPORTS = {
 _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 _MODULES = [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
 
-__all__ = list(_HOMES)  # noqa: PLE0605
+__all__ = list(_HOMES)
 __version__ = "0.1.0"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cbresearch import CacheConfig, Hardware, ModelShape, Request, SchedulerConfig, formulas, simulate
-from cbresearch.costs import CARDS, FEATURES, Calibrated, Linear, Roofline
+from cbresearch.costs import CARDS, FEATURES, Calibrated, Linear, Replayed, Roofline
 from cbresearch.plan import Padding, Plan, Scheduled, Transfer
 
 SHAPE = ModelShape(
@@ -198,3 +198,23 @@ def test_too_few_steps_or_a_share_that_is_none_are_refused():
     for share in (0, 1):
         with pytest.raises(ValueError, match=f"hold_out is {share}"):
             Calibrated.fit(recorded(6, Linear(1.0)), hold_out=share)
+
+
+def test_linear_is_read_by_the_names_of_its_terms_too():
+    assert Linear.parse("linear:step=0.01,context=1e-7") == Linear.parse("linear:0.01,0,1e-7")
+    with pytest.raises(ValueError, match="cost 'linear' has no option 'tokens'; did you mean 'token'"):
+        Linear.parse("linear:step=1,tokens=2")
+    with pytest.raises(ValueError, match="cost 'linear' needs the option 'step'"):
+        Linear.parse("linear:token=2")
+
+
+def test_replayed_steps_take_what_was_recorded_and_no_step_beyond():
+    cost = Replayed([0.5, 0.25])
+    assert [cost(Plan(step, ())) for step in (1, 0)] == [0.25, 0.5]
+    with pytest.raises(ValueError, match="step 2 was never recorded; the run had 2 steps"):
+        cost(Plan(2, ()))
+
+
+def test_roofline_reads_the_bytes_of_a_token_that_the_formula_gives():
+    for shape in (SHAPE, replace(SHAPE, value_head_dim=64), replace(SHAPE, latent_dim=576)):
+        assert shape.kv_bytes_per_token == formulas.kv_bytes_per_token(shape)

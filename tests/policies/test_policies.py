@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies, simulate
+from cbresearch.policies.batching import Static
 from cbresearch.request import RequestState
 
 BUILT_IN = [*policies.available(), "static:release", "vllm_v1:priority"]
@@ -383,14 +384,14 @@ def test_a_name_that_belongs_to_another_policy_is_refused(registry):
 
     with pytest.raises(ValueError, match="'static' belongs to Static"):
         policies.register(Impostor)
-    assert type(policies.get("static")) is policies.Static
+    assert type(policies.get("static")) is Static
 
 
 @pytest.mark.parametrize("body", [{}, {"name": ""}], ids=["inherited", "empty"])
 def test_a_policy_without_a_name_of_its_own_cannot_be_registered(registry, body):
     before = dict(policies.available())
     with pytest.raises(ValueError, match="Nameless has no `name` of its own"):
-        policies.register(type("Nameless", (policies.Static,), body))
+        policies.register(type("Nameless", (Static,), body))
     assert policies.available() == before
 
 
@@ -408,6 +409,62 @@ def test_a_policy_of_a_few_lines_is_registered_and_runs_by_name(registry):
     trace = run([request(name, 1, 2) for name in "abc"], "newest", seats=1)
     assert "".join(admitted(trace)) == "cba"
     assert trace.policy == "newest"
+
+
+@pytest.fixture
+def own_policy(tmp_path, monkeypatch):
+    """Write a policy of one's own to a file in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        """
+from cbresearch import Request, policies
+
+
+class LongestFirst(policies.Policy):
+    def __init__(self, factor: float = 1.0):
+        self.factor = factor
+
+    def propose(self, view):
+        yield from policies.whole(view.running)
+        yield from policies.joining(view, sorted(view.waiting, key=lambda one: -one.num_prompt_tokens))
+"""
+    )
+    return "mine.py:LongestFirst"
+
+
+def test_a_policy_of_a_file_runs_by_its_name_with_options(own_policy):
+    trace = run([request("a", 1, 1), request("b", 3, 1), request("c", 2, 1)], own_policy, seats=1)
+    assert "".join(admitted(trace)) == "bca"
+    assert trace.policy == own_policy
+    built = policies.get(f"{own_policy}:factor=0.5")
+    assert (built.factor, built.name) == (0.5, f"{own_policy}:factor=0.5")
+    assert own_policy not in policies.available()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("your.py:LongestFirst", "policy 'your.py:LongestFirst': there is no file 'your.py'"),
+        ("mine.py:LongestFrist", "defines no Policy 'LongestFrist'; did you mean 'LongestFirst'?"),
+        ("mine.py", "defines no Policy ''; there is 'LongestFirst'"),
+        ("mine.py:Request", "defines no Policy 'Request'"),
+        ("mine.py:LongestFirst:fcator=2", "has no option 'fcator'; did you mean 'factor'?"),
+        ("mine.py:LongestFirst:factor=two", "option factor is 'two'; it must be a number"),
+    ],
+)
+def test_a_policy_that_its_file_does_not_have_is_refused_with_the_remedy(own_policy, name, said):
+    with pytest.raises(ValueError) as refusal:
+        policies.get(name)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(("alias", "name"), [("max_utilization", "fcfs"), ("splitfuse", "sarathi")])
+def test_an_alias_schedules_as_the_policy_it_stands_for(alias, name):
+    requests = random_requests(9)
+    limits = {"seats": 3, "budget": 5, "num_blocks": 20}
+    assert run(requests, alias, **limits).steps == run(requests, name, **limits).steps
+    assert policies.get(alias).name == alias
+    assert policies.table()[alias] != policies.table()[name]
 
 
 # --- the view

@@ -5,7 +5,7 @@ import os
 import pytest
 from fuzz_policies import POLICIES, cells, run
 
-NUM_WORKLOADS = int(os.environ.get("CBRESEARCH_FUZZ", "6"))
+NUM_WORKLOADS = int(os.environ.get("CBRESEARCH_FUZZ", "3"))
 NEVER_PREEMPT = {"no_evict", "orca"}
 SELDOM_PREEMPT = {"new_token_ratio", "orca:reserve=pow2", "past_future"}
 

@@ -197,7 +197,7 @@ def loaded(modules: Mapping[str, Module], start: str) -> dict[str, str]:
         stack += [*graph[name], name.rpartition(".")[0]]
     return {
         entry.target.partition(".")[0]: name
-        for name in seen
+        for name in sorted(seen)
         for entry in imports_of(modules[name])
         if entry.at_start
     }
