@@ -1,8 +1,6 @@
 """Frozen configurations, validated when they are built: limits and a machine."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from time import perf_counter
 
 from cbresearch.checks import check_numbers
 from cbresearch.model_shape import ModelShape as ModelShape  # noqa: PLC0414
@@ -139,29 +137,3 @@ class Hardware:
 
     def __post_init__(self) -> None:
         check_numbers(self)
-
-    @classmethod
-    def measure(cls, clock: Callable[[], float] = perf_counter, num_rounds: int = 5) -> "Hardware":
-        """Measure this machine's float32 matrix products and memory by numpy, the best of some rounds.
-
-        Args:
-            clock: Returns the time in seconds.
-            num_rounds: Measurements of each.
-        """
-        import numpy as np
-
-        size = 1024
-        left = np.ones((size, size), dtype=np.float32)
-        product = np.empty_like(left)
-        # Larger than any cache, and read and written at once.
-        source = np.ones(2**25, dtype=np.float32)
-        target = np.empty_like(source)
-        times = []
-        for _ in range(num_rounds):
-            began = clock()
-            np.matmul(left, left, out=product)
-            multiplied = clock()
-            np.copyto(target, source)
-            times.append((multiplied - began, clock() - multiplied))
-        product_seconds, copy_seconds = map(min, zip(*times, strict=True))
-        return cls("this machine", 2 * size**3 / product_seconds, 2 * source.nbytes / copy_seconds)

@@ -62,18 +62,8 @@ def build(kind: str, text: str, factories: Mapping[str, Callable[..., T]]) -> T:
     name, options = parse(text)
     if name not in factories:
         raise ValueError(f"unknown {kind} {name!r}; {suggestion(name, factories)}")
-    factory = factories[name]
-    check_options(kind, name, options, inspect.signature(factory).parameters)
-    return factory(**options)
-
-
-def check_options(
-    kind: str, name: str, options: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]
-) -> None:
-    """Refuse options that the parameters do not take; raises ValueError as `build` does."""
-    known = {
-        key: one for key, one in parameters.items() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    }
+    parameters = inspect.signature(factories[name]).parameters.values()
+    known = {one.name: one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
     for option, value in options.items():
         if option not in known:
             raise ValueError(f"{kind} {name!r} has no option {option!r}; {suggestion(option, known)}")
@@ -81,6 +71,7 @@ def check_options(
     for option, parameter in known.items():
         if option not in options and parameter.default is parameter.empty:
             raise ValueError(f"{kind} {name!r} needs the option {option!r}; write {name}:{option}=…")
+    return factories[name](**options)
 
 
 def load(kind: str, name: str, base: type[T]) -> type[T]:

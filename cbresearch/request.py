@@ -92,10 +92,8 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         if 0 < self.temperature < _LEAST_TEMPERATURE:
-            raise ValueError(
-                f"temperature is {self.temperature!r}; give at least {_LEAST_TEMPERATURE}, or 0 to take the "
-                "most likely token"
-            )
+            remedy = f"give at least {_LEAST_TEMPERATURE}, or 0 to take the most likely token"
+            raise ValueError(f"temperature is {self.temperature!r}; {remedy}")
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "repetition_penalty" if self.top_p else "top_p"
             raise ValueError(f"{name} is 0; it must be above 0, and 1 changes nothing")
@@ -178,10 +176,8 @@ class Request:
             if (tokens := getattr(self, name)) is not None:
                 put(name, count(f"{request}: {name}", tokens))
         if self.sampling.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"request {self.id!r}: min_tokens is {self.sampling.min_tokens}, over max_tokens of "
-                f"{self.max_tokens}"
-            )
+            least = self.sampling.min_tokens
+            raise ValueError(f"{request}: min_tokens is {least}, over max_tokens of {self.max_tokens}")
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -189,9 +185,8 @@ class Request:
         if isinstance(self.prompt, int):
             return self.prompt
         if isinstance(self.prompt, str):
-            raise ValueError(
-                f"request {self.id!r}: the prompt is text; workloads.resolve_prompts turns it into token ids"
-            )
+            remedy = "workloads.resolve_prompts turns it into token ids"
+            raise ValueError(f"request {self.id!r}: the prompt is text; {remedy}")
         return len(self.prompt)
 
 

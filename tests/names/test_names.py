@@ -1,6 +1,5 @@
 """Names with options: what is read, what is suggested, and what is refused with the remedy."""
 
-import inspect
 import re
 from collections.abc import Callable
 
@@ -95,13 +94,6 @@ def test_build_takes_any_value_where_the_signature_does_not_say():
 def test_build_refuses_what_the_factory_does_not_take_with_the_remedy(text, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         names.build("thing", text, FACTORIES)
-
-
-def test_options_can_be_checked_without_building():
-    parameters = inspect.signature(Animal).parameters
-    names.check_options("thing", "animal", {"legs": 2}, parameters)
-    with pytest.raises(ValueError, match="has no option 'wings'"):
-        names.check_options("thing", "animal", {"wings": 2}, parameters)
 
 
 @pytest.fixture
