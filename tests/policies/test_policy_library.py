@@ -291,7 +291,7 @@ def test_mc_sf_admits_as_a_simulation_of_the_memory_to_come_says(block_size):
         held = [(draw.randint(1, 40), draw.randint(1, 30)) for _ in range(draw.randint(1, 6))]
         peak = 0
         for step in range(1, 31):
-            # A request that still generates in this step holds the KV of all tokens but the one that comes out.
+            # A request that still generates holds the KV of all tokens but the one that comes out.
             blocks = [-(-(tokens - 1 + step) // block_size) for tokens, left in held if left >= step]
             peak = max(peak, sum(blocks))
         num_blocks = peak + draw.randint(-1, 1)
