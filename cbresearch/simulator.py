@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.costs import CostModel, Linear, Recorded
+from cbresearch.costs import CostModel, Linear, Replayed
 from cbresearch.fast_forward import Outlook
 from cbresearch.policies import Policy
 from cbresearch.request import Refusal, Request, RequestState
@@ -280,7 +280,7 @@ def replay(
             again.append(Refusal(request.id, record.error or "", request.arrival))
         else:
             again.append(_with_known_end(request, record))
-    executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs, _errors(trace))
+    executor = CostExecutor(Replayed(step.duration for step in trace.steps), trace.outputs, _errors(trace))
     served = Scheduler(policies.get(policy), trace.scheduler, trace.cache, step_time)
     repeated = serve(again, served, executor)
     pairs = zip(trace.requests, repeated.requests, strict=True)
@@ -334,8 +334,14 @@ def replan(
         step_time: Its step-time model, if it looks ahead with one.
 
     Raises:
-        ValueError: The policy is unknown.
+        ValueError: The policy is unknown; or it is a file that only the trace names, which may come from a
+            stranger: name it yourself to run it.
     """
+    if policy is None and ".py:" in trace.policy:
+        raise ValueError(
+            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say so by "
+            f"replan(trace, {trace.policy!r})"
+        )
     scheduler = Scheduler(policies.get(policy or trace.policy), trace.scheduler, trace.cache, step_time)
     executor = CostExecutor(UNIT_STEP, trace.outputs, _errors(trace))
     coming = _queued_requests(trace)

@@ -20,7 +20,8 @@ from cbresearch.experiments.fingerprint import digest, file_digest, package_dige
 from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, refuse_twice, run_all
 from cbresearch.experiments.store import RunStore
 from cbresearch.metrics import Slo, mean_interval
-from cbresearch.policies import Policy, get, suggestion
+from cbresearch.names import suggestion
+from cbresearch.policies import Policy, get
 from cbresearch.simulator import UNIT_STEP
 from cbresearch.trace import write_csv, write_json
 from cbresearch.workloads import find
