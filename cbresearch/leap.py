@@ -7,6 +7,7 @@ from itertools import pairwise, repeat
 from typing import NamedTuple
 
 from cbresearch.plan import Padding, Plan, Scheduled, Skipped
+from cbresearch.step import NO_EVENTS, DecodeRun, PoolState, Segment
 
 
 class Level(NamedTuple):
@@ -160,3 +161,47 @@ class Leap:
             self.num_blocks - held - level.num_cached_blocks if external is None else external,
             level.num_shared_blocks,
         )
+
+
+def run_of(leap: Leap) -> DecodeRun:
+    """Return the decode run that a leap is."""
+    return DecodeRun(
+        leap.first_step,
+        leap.start,
+        leap.durations,
+        leap.ends,
+        leap.request_ids,
+        leap.seats,
+        leap.starts,
+        leap.num_steps,
+        leap.taken_in,
+        leap.taken_by,
+        leap.blocks,
+        tuple(
+            Segment(
+                level.offset,
+                level.num_rows,
+                level.closed,
+                PoolState(
+                    level.num_rows,
+                    leap.num_waiting,
+                    level.num_held_blocks,
+                    level.num_held_tokens,
+                    level.num_cached_blocks,
+                    leap.num_blocks - level.num_held_blocks - level.num_cached_blocks
+                    if level.num_external_blocks is None
+                    else level.num_external_blocks,
+                    level.num_shared_blocks,
+                    leap.num_swapped,
+                    leap.num_held_host_blocks,
+                ),
+            )
+            for level in leap.levels
+        ),
+        leap.finished,
+        (),
+        NO_EVENTS,
+        leap.padding,
+        leap.skipped,
+        any(level.num_external_blocks is None for level in leap.levels),
+    )

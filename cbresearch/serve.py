@@ -8,11 +8,12 @@ from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Protocol
 
-from cbresearch.leap import Leap
+from cbresearch.leap import run_of
 from cbresearch.plan import Plan, StepResult
 from cbresearch.request import Refusal, Request, RequestState
 from cbresearch.scheduler import Foresight, Scheduler, look_ahead
 from cbresearch.scheduler.admission import check_request
+from cbresearch.step import DecodeRun, PoolState
 from cbresearch.trace import RequestRecord, StepRecord, Steps, Trace
 
 _NUM_NEW_OBJECTS = 1_000_000
@@ -113,7 +114,7 @@ class Loop:
             result.duration,
             plan,
             tuple(state.id for state in committed.finished),
-            *committed[1:],
+            PoolState(*committed[1:]),
             device_duration=result.device_duration,
         )
         return record, committed.finished
@@ -195,7 +196,7 @@ def serve(
         policy=scheduler.policy.name,
         scheduler=scheduler.config,
         cache=scheduler.blocks.config,
-        steps=Steps(parts) if any(isinstance(part, Leap) for part in parts) else tuple(parts),  # type: ignore[arg-type]
+        steps=Steps(parts) if any(isinstance(part, DecodeRun) for part in parts) else tuple(parts),  # type: ignore[arg-type]
         requests=tuple(
             record_of(request, collected.states.get(place), collected.refusals.get(place))
             for place, request in enumerate(given)
@@ -206,7 +207,7 @@ def serve(
 class Sink(Protocol):
     """Where the records of a run go that is too long to keep them all."""
 
-    def step(self, part: StepRecord | Leap) -> object:
+    def step(self, part: StepRecord | DecodeRun) -> object:
         """Take a step, or several that were taken at once."""
 
     def request(self, record: RequestRecord) -> object:
@@ -260,10 +261,10 @@ class _Collected:
         self.requests = list(requests)
         self.states: dict[int, RequestState] = {}
         self.refusals: dict[int, str] = {}
-        self.parts: list[StepRecord | Leap] = []
+        self.parts: list[StepRecord | DecodeRun] = []
         self._on_step = on_step
 
-    def step(self, part: StepRecord | Leap) -> None:
+    def step(self, part: StepRecord | DecodeRun) -> None:
         self.parts.append(part)
         if self._on_step is not None and isinstance(part, StepRecord):
             self._on_step(part)
@@ -364,7 +365,7 @@ def _run(
         if foresight is not None:
             ahead = look_ahead(scheduler, foresight, now, arrival, passes_finishes=then is None)
         if ahead is not None:
-            sink.step(ahead.leap)
+            sink.step(run_of(ahead.leap))
             now, finished = ahead.leap.ends[-1], ahead.finished
         else:
             step, finished = loop.step(virtual)

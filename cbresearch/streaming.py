@@ -2,9 +2,8 @@
 
 from array import array
 from bisect import bisect_left
-from itertools import pairwise
 
-from cbresearch.leap import Leap
+from cbresearch.step import DecodeRun
 from cbresearch.metrics import Summary, summarize
 from cbresearch.trace import RequestRecord, StepRecord
 
@@ -33,7 +32,7 @@ class StreamingSummary:
         self._ttft, self._tpot = array("d"), array("d")
         self._latency, self._queue_time = array("d"), array("d")
 
-    def step(self, part: StepRecord | Leap) -> None:
+    def step(self, part: StepRecord | DecodeRun) -> None:
         """Add a step, or several that were taken at once."""
         if isinstance(part, StepRecord):
             num_rows = len(part.plan.scheduled)
@@ -47,14 +46,13 @@ class StreamingSummary:
         total, taken = len(part), part.taken_in
         self.num_steps += total
         self.num_padding_rows += len(part.padding) * total
-        bounds = [*(level.offset for level in part.levels), total]
-        for level, (begin, end) in zip(part.levels, pairwise(bounds), strict=True):
+        for level, begin, end in part.bounds():
             self.num_rows += level.num_rows * (end - begin)
             self.row_seconds += level.num_rows * sum(part.durations[begin:end])
             since = taken[bisect_left(taken, begin) : bisect_left(taken, end)]
             # Each block is held from the step on before which it is taken.
-            self.num_block_steps += level.num_held_blocks * (end - begin) + end * len(since) - sum(since)
-            self.peak_num_blocks = max(self.peak_num_blocks, level.num_held_blocks + len(since))
+            self.num_block_steps += level.pool.num_held_blocks * (end - begin) + end * len(since) - sum(since)
+            self.peak_num_blocks = max(self.peak_num_blocks, level.pool.num_held_blocks + len(since))
 
     def request(self, record: RequestRecord) -> None:
         """Add a request that is finished or refused."""

@@ -1,19 +1,24 @@
-"""What happened in a run, a record a step and one a request: all that metrics, figures and reports read."""
+"""What happened in a run, as records and as columns: all that metrics, figures and reports read."""
 
-from cbresearch.trace.files import write_csv, write_json, write_whole
+from cbresearch.trace.columns import Columns
+from cbresearch.trace.files import write_columns, write_json, write_whole
 from cbresearch.trace.records import RequestRecord, StepRecord
-from cbresearch.trace.run import MemoryUse, Stay, Trace
-from cbresearch.trace.steps import Steps, column
+from cbresearch.trace.run import Origin, Stay, Trace
+from cbresearch.trace.steps import Steps, step_of
+from cbresearch.trace.storage import TraceWriter, load
 
 __all__ = [
-    "MemoryUse",
+    "Columns",
+    "Origin",
     "RequestRecord",
     "Stay",
     "StepRecord",
     "Steps",
     "Trace",
-    "column",
-    "write_csv",
+    "TraceWriter",
+    "load",
+    "step_of",
+    "write_columns",
     "write_json",
     "write_whole",
 ]

@@ -1,13 +1,15 @@
 """Files that appear whole or not at all."""
 
-import csv
 import json
 import os
 import tempfile
-from collections.abc import Iterable
-from io import StringIO
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -30,15 +32,52 @@ def write_whole(path: Path, content: str | bytes) -> None:
         raise
 
 
-def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as a CSV file with a header, even if there are none; None becomes an empty cell."""
-    text = StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_whole(path, text.getvalue())
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file; a number that JSON cannot hold raises."""
     write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
+
+
+def write_columns(path: Path, tables: Mapping[str, Mapping[str, npt.NDArray[Any]]], label: str) -> None:
+    """Write tables of equal columns below each other as a CSV file; None and NaN become empty cells.
+
+    Args:
+        path: Where.
+        tables: The columns of each table by its name.
+        label: Header of the first column, which holds the names of the tables.
+    """
+    header = [label, *next(iter(tables.values()), ())]
+    lines = [",".join(header)]
+    for name, columns in tables.items():
+        lines += map(",".join, zip(*_cells(name, list(columns.values())), strict=True))
+    write_whole(path, "\n".join(lines) + "\n")
+
+
+def _cells(name: str, columns: Sequence[npt.NDArray[Any]]) -> Iterator[Sequence[str]]:
+    """Yield the texts of columns; those of neighbours that seldom change are one text a row."""
+    number = len(columns[0])
+    yield [_text(name)] * number
+    for is_constant, group in groupby(columns, _seldom_changes):
+        if not is_constant:
+            yield from map(_texts, group)
+            continue
+        table = np.stack(list(group))
+        changes = (table[:, 1:] != table[:, :-1]).any(axis=0)
+        first = np.flatnonzero(np.append(True, changes))
+        texts = [",".join(map(str, row)) for row in table[:, first].T.tolist()]
+        yield np.repeat(np.array(texts, dtype=object), np.diff(first, append=number)).tolist()
+
+
+def _seldom_changes(values: npt.NDArray[Any]) -> bool:
+    is_count = values.dtype.kind == "i"
+    return is_count and 4 * int(np.count_nonzero(values[1:] != values[:-1])) < len(values)
+
+
+def _texts(values: npt.NDArray[Any]) -> list[str]:
+    if values.dtype.kind == "f":
+        return [repr(value) if value == value else "" for value in values.tolist()]
+    return list(map(str if values.dtype.kind == "i" else _text, values.tolist()))
+
+
+def _text(value: Any) -> str:
+    text = "" if value is None else str(value)
+    return '"' + text.replace('"', '""') + '"' if set(text) & set(',"\r\n') else text

@@ -1,53 +1,31 @@
-"""A run: its limits and its records."""
+"""A run: its limits, its records, and the columns that are worked out from them."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+import cbresearch
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.leap import Leap
-from cbresearch.trace.explain import explain
-from cbresearch.trace.perfetto import chrome_trace, write_perfetto
+from cbresearch.trace.columns import Columns, request_columns, step_columns
 from cbresearch.trace.records import RequestRecord, StepRecord
-from cbresearch.trace.steps import Steps
+from cbresearch.trace.steps import Part, Steps
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-class MemoryUse(NamedTuple):
-    """Where the KV pool's slots are during a step, in tokens (categories of vLLM, SOSP'23, section 2).
-
-    The first six add up to the pool.
-
-    Attributes:
-        token_states: Slots that hold a token of an unfinished request, a shared one counted once.
-        reserved: Held slots that a later token of their request will fill.
-        internal: Held slots that no token will ever fill.
-        external: Slots that nobody held and yet nobody could get (see `StepRecord.num_external_blocks`).
-        cached: Slots of cached blocks that nobody refers to; they are given up as soon as room is needed.
-        free: Slots that nobody held, while no request was short of memory.
-        shared: Token states that sharing saved: references to shared blocks beyond the first.
-        host: Slots held in the host's pool.
-    """
-
-    token_states: int
-    reserved: int
-    internal: int
-    external: int
-    cached: int
-    free: int
-    shared: int
-    host: int
 
 
 class Stay(NamedTuple):
     """A request's uninterrupted stay in a seat.
 
     Attributes:
-        request_id: Who sat there.
-        seat: Where.
+        request_id: Id of the request.
+        seat: Its row in the batch.
         first_step: Index of the first step of the stay.
         last_step: Index of the last one.
         num_padding_steps: Steps at the end of the stay in which the row was computed for nothing.
@@ -60,25 +38,22 @@ class Stay(NamedTuple):
     num_padding_steps: int
 
 
-class _Span(NamedTuple):
-    """A seated request's blocks, and its tokens computed."""
-
-    num_blocks: int
-    num_computed: int
-
-
-_NO_SPAN = _Span(0, 0)
-
-
-def _reserved(spans: Mapping[str, _Span], ends: Mapping[str, int], size: int) -> int:
-    """Return the held slots that later tokens will fill: whoever has empty ones has their blocks alone."""
-    return sum(
-        min(span.num_blocks * size, ends[request_id]) - span.num_computed
-        for request_id, span in spans.items()
-    )
-
-
 @dataclass(frozen=True, slots=True)
+class Origin:
+    """What recorded a trace.
+
+    Attributes:
+        engine: Name of the engine.
+        version: Its version.
+        model: The model that it served, or None for a simulation.
+    """
+
+    engine: str = "cbresearch"
+    version: str = field(default_factory=lambda: cbresearch.__version__)
+    model: str | None = None
+
+
+@dataclass(frozen=True)
 class Trace:
     """One run.
 
@@ -88,20 +63,44 @@ class Trace:
         cache: The KV pool.
         steps: Step records in order.
         requests: Request records in the order in which the requests were given.
+        origin: What recorded it.
     """
 
     policy: str
     scheduler: SchedulerConfig
     cache: CacheConfig
-    steps: Sequence[StepRecord]
-    requests: tuple[RequestRecord, ...]
+    steps: Sequence[StepRecord] = ()
+    requests: tuple[RequestRecord, ...] = ()
+    origin: Origin = field(default_factory=Origin)
 
     @property
-    def duration(self) -> float:
-        """Return the seconds from the start of the run to the end of its last step."""
-        return self.steps[-1].end if self.steps else 0.0
+    def parts(self) -> Sequence[Part]:
+        """Return the steps in order, each decode run as one part."""
+        return self.steps.parts if isinstance(self.steps, Steps) else self.steps
 
-    @property
+    @cached_property
+    def step_columns(self) -> Columns:
+        """Return the steps as columns by name, one value a step; NaN is what was not measured."""
+        return step_columns(self.parts)
+
+    @cached_property
+    def request_columns(self) -> Columns:
+        """Return the requests as columns by name; an undefined time is NaN, another undefined value None."""
+        return request_columns(self.requests)
+
+    @cached_property
+    def token_times(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Return when the output tokens of all requests came out, in one array.
+
+        Returns:
+            Seconds since the start of the run, request after request, of shape (output tokens,), and where
+            each request's begin and the last one's end, of shape (requests + 1,).
+        """
+        numbers = [len(record.token_times) for record in self.requests]
+        times = chain.from_iterable(record.token_times for record in self.requests)
+        return np.fromiter(times, np.float64, sum(numbers)), np.cumsum([0, *numbers])
+
+    @cached_property
     def served(self) -> tuple[RequestRecord, ...]:
         """Return the records of the requests that were not refused."""
         return tuple(request for request in self.requests if not request.is_refused)
@@ -111,104 +110,38 @@ class Trace:
         """Return the output token ids by request id, of the requests that were not refused."""
         return {request.id: request.tokens for request in self.served}
 
+    @property
+    def duration(self) -> float:
+        """Return the seconds from the start of the run to the end of its last step."""
+        return self.steps[-1].end if self.steps else 0.0
+
     def stays(self) -> Iterator[Stay]:
-        """Yield who was served where from which step to which: preempted stays first, in no other order."""
-        open_stays: dict[str, Stay] = {}
+        """Yield each stay of a request in a seat: those that a preemption ended first, in no other order."""
+        stays: dict[str, Stay] = {}
         for record in self.steps:
-            step = record.plan.step
-            for entry in record.plan.admitted:
-                request_id = entry.request.id
-                open_stays[request_id] = Stay(request_id, entry.seat, step, step, 0)
-            for request_id in record.plan.preempted:
-                yield open_stays.pop(request_id)
-            for scheduled in record.plan.scheduled:
-                stay = open_stays[scheduled.request_id]
-                open_stays[scheduled.request_id] = stay._replace(last_step=step)
-            for row in record.plan.padding:
-                stay = open_stays[row.request_id]
-                open_stays[row.request_id] = stay._replace(
-                    last_step=step, num_padding_steps=stay.num_padding_steps + 1
-                )
-        yield from open_stays.values()
-
-    def memory(self) -> Iterator[MemoryUse]:
-        """Yield where the pool's slots are, a record a step; known only now that the outputs' ends are."""
-        size = self.cache.block_size
-        # The last token is never fed back, so it never gets a slot, unless it was and nothing came of it.
-        ends = {
-            request.id: request.num_prompt_tokens + len(request.tokens) - (request.finish_reason != "error")
-            for request in self.served
-            if request.num_prompt_tokens is not None
-        }
-        spans: dict[str, _Span] = {}
-        for part in self.steps.parts if isinstance(self.steps, Steps) else self.steps:
-            if isinstance(part, Leap):
-                known = [spans[request_id] for request_id in part.request_ids]
-                reserved = _reserved(spans, ends, size)
-                places, number = part.taken_by, 0
-                done = dict(part.finished)
-                held = {place: span.num_blocks for place, span in enumerate(known)}
-                for offset, state in enumerate(part.states()):
-                    # Each row fills a slot, and a block that is taken reserves those up to its request's end.
-                    reserved -= state.num_running
-                    while number < len(places) and part.taken_in[number] == offset:
-                        place, number = places[number], number + 1
-                        end = ends[part.request_ids[place]]
-                        reserved += min((held[place] + 1) * size, end) - min(held[place] * size, end)
-                        held[place] += 1
-                    yield self._use(
-                        reserved,
-                        state.num_held_blocks,
-                        state.num_held_tokens,
-                        state.num_cached_blocks,
-                        state.num_external_blocks,
-                        state.num_shared_blocks,
-                        part.num_held_host_blocks,
-                    )
-                    for request_id in done.get(offset, ()):
-                        place = part.request_ids.index(request_id)
-                        slots = min(held[place] * size, ends[request_id])
-                        reserved -= slots - part.starts[place] - part.num_steps[place]
-                        del spans[request_id]
-                for place, request_id in enumerate(part.request_ids):
-                    if request_id in spans:
-                        spans[request_id] = _Span(held[place], part.starts[place] + part.num_steps[place])
-                continue
-            plan = part.plan
-            for request_id in (*plan.preempted, *plan.aborted):
-                spans.pop(request_id, None)
+            plan, step = record.plan, record.plan.step
+            for request, seat, _ in plan.admitted:
+                stays[request.id] = Stay(request.id, seat, step, step, 0)
+            yield from map(stays.pop, plan.preempted)
             for entry in plan.scheduled:
-                before = spans.get(entry.request_id, _NO_SPAN)
-                # Whoever was just seated names its whole table.
-                num_blocks = before.num_blocks + len(entry.new_block_ids)
-                spans[entry.request_id] = _Span(num_blocks, entry.context_length)
-            yield self._use(
-                _reserved(spans, ends, size),
-                part.num_held_blocks,
-                part.num_held_tokens,
-                part.num_cached_blocks,
-                part.num_external_blocks,
-                part.num_shared_blocks,
-                part.num_held_host_blocks,
-            )
-            for request_id in part.finished:
-                del spans[request_id]
+                stays[entry.request_id] = stays[entry.request_id]._replace(last_step=step)
+            for row in plan.padding:
+                stay = stays[row.request_id]
+                num_padding = stay.num_padding_steps + 1
+                stays[row.request_id] = stay._replace(last_step=step, num_padding_steps=num_padding)
+        yield from stays.values()
 
-    def _use(
-        self, reserved: int, held: int, tokens: int, cached: int, external: int, shared: int, host: int
-    ) -> MemoryUse:
-        """Return where the slots are, from the tokens reserved and held and from numbers of blocks."""
-        size = self.cache.block_size
-        return MemoryUse(
-            token_states=tokens,
-            reserved=reserved,
-            internal=held * size - tokens - reserved,
-            external=external * size,
-            cached=cached * size,
-            free=(self.cache.num_blocks - external - cached - held) * size,
-            shared=shared * size,
-            host=host * size,
-        )
+    def steps_frame(self) -> "pd.DataFrame":
+        """Return `step_columns` as a pandas frame."""
+        import pandas as pd
+
+        return pd.DataFrame(dict(self.step_columns))
+
+    def requests_frame(self) -> "pd.DataFrame":
+        """Return `request_columns` as a pandas frame."""
+        import pandas as pd
+
+        return pd.DataFrame(dict(self.request_columns))
 
     def explain(self, request_id: str) -> str:
         """Tell one request's life in plain words, a line for each thing that befell it.
@@ -216,51 +149,42 @@ class Trace:
         Raises:
             ValueError: There is no such request; near misses are named.
         """
+        from cbresearch.trace.explain import explain
+
         return explain(self.steps, self.requests, request_id)
-
-    def steps_frame(self) -> "pd.DataFrame":
-        """Return one row a step as a pandas frame."""
-        import pandas as pd
-
-        return pd.DataFrame([step.row() for step in self.steps])
-
-    def requests_frame(self) -> "pd.DataFrame":
-        """Return one row a request as a pandas frame."""
-        import pandas as pd
-
-        return pd.DataFrame([request.row() for request in self.requests])
-
-    def to_chrome(self) -> dict[str, Any]:
-        """Return the run in the Chrome trace event format, as `to_perfetto` writes it."""
-        return chrome_trace(self)
 
     def to_perfetto(self, path: str | Path) -> Path:
         """Write the run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
 
-        A track a seat shows who sat there, and in each stay when its row was prefilled, decoded or computed
+        A track a seat shows the stays in it, and in each stay when its row was prefilled, decoded or computed
         for nothing; one more track shows the steps. Counters tell of requests and KV blocks in each step,
         named as vLLM names them where they mean the same; marks tell of preemptions and refusals.
 
         Args:
             path: Where to write it; with the ending ".gz" it is compressed.
         """
+        from cbresearch.trace.perfetto import write_perfetto
+
         return write_perfetto(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """Return the limits of the run and its requests as plain values for `results.json`."""
+        names = ("id", "tokens", "arrival", "first_token", "finish", "error")
         return {
             "policy": self.policy,
             "limits": {**asdict(self.scheduler), **asdict(self.cache)},
             "requests": [
-                {
-                    "id": request.id,
-                    "tokens": list(request.tokens),
-                    "arrival": request.arrival,
-                    "first_token": request.first_token,
-                    "finish": request.finish,
-                    "preemptions": request.num_preemptions,
-                    "error": request.error,
-                }
-                for request in self.requests
+                {**{name: getattr(record, name) for name in names}, "preemptions": record.num_preemptions}
+                for record in self.requests
             ],
         }
+
+    def save(self, path: str | Path) -> Path:
+        """Write the whole trace as JSON lines, which `trace.load` reads back bit for bit.
+
+        Args:
+            path: Where to write it, whole or not at all; with the ending ".gz" it is compressed.
+        """
+        from cbresearch.trace.storage import save
+
+        return save(self, path)

@@ -1,59 +1,43 @@
-"""The steps of a run, those that were taken at once kept as such."""
+"""The steps of a run, with each decode run kept as one part."""
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import accumulate, islice, repeat
-from typing import overload
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+from typing import Any
 
-from cbresearch.leap import Leap, StepState
+from cbresearch.step import DecodeRun
 from cbresearch.trace.records import StepRecord
+
+Part = StepRecord | DecodeRun
 
 
 class Steps(Sequence[StepRecord]):
-    """Step records in order; what a leap holds is spelled out when it is asked for.
+    """Step records in order; those of a decode run are made when they are asked for.
 
-    It equals any sequence of the same records, a tuple included.
+    It equals any sequence of the same records, a tuple included; a slice of it is a tuple.
 
     Args:
-        parts: Records and leaps in order.
+        parts: Step records and decode runs in order.
     """
 
     __slots__ = ("_ends", "parts")
 
-    def __init__(self, parts: Iterable[StepRecord | Leap]) -> None:
+    def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = tuple(parts)
-        self._ends = tuple(accumulate(len(part) if isinstance(part, Leap) else 1 for part in self.parts))
+        self._ends = tuple(accumulate(len(part) if isinstance(part, DecodeRun) else 1 for part in self.parts))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> StepRecord: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[StepRecord, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> StepRecord | tuple[StepRecord, ...]:
-        if isinstance(index, slice):
-            wanted = range(*index.indices(len(self)))
-            if wanted.step == 1:
-                return tuple(self._between(wanted.start, wanted.stop))
-            return tuple(self[place] for place in wanted)
-        place = range(len(self))[index]
-        number = bisect_right(self._ends, place)
+    def __getitem__(self, index: Any) -> Any:
+        places = range(len(self))[index]
+        if isinstance(places, range):
+            return tuple(self[place] for place in places)
+        number = bisect_right(self._ends, places)
         part = self.parts[number]
-        if not isinstance(part, Leap):
-            return part
-        offset = place - (self._ends[number - 1] if number else 0)
-        return _record(part, offset, part.state(offset))
-
-    def __iter__(self) -> Iterator[StepRecord]:
-        for part in self.parts:
-            if isinstance(part, Leap):
-                yield from expand(part)
-            else:
-                yield part
+        return (
+            part if isinstance(part, StepRecord) else step_of(part, places - self._ends[number] + len(part))
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Steps | tuple):
@@ -66,87 +50,13 @@ class Steps(Sequence[StepRecord]):
     def __repr__(self) -> str:
         return f"Steps({len(self)} steps in {len(self.parts)} parts)"
 
-    def _between(self, first: int, last: int) -> Iterator[StepRecord]:
-        number = bisect_right(self._ends, first)
-        begin = self._ends[number - 1] if number else 0
-        for part in self.parts[number:]:
-            if begin >= last:
-                return
-            if isinstance(part, Leap):
-                yield from islice(expand(part), max(0, first - begin), last - begin)
-                begin += len(part)
-            else:
-                yield part
-                begin += 1
 
-
-def column(steps: Iterable[StepRecord], name: str) -> list[float]:
-    """Return one number a step, the same that the records give, without spelling out the steps of leaps.
+def step_of(run: DecodeRun, offset: int) -> StepRecord:
+    """Return the record of a decode run's step.
 
     Args:
-        steps: Step records, `Steps` or any other.
-        name: "duration", "num_scheduled", "num_padding", "num_prefill_tokens", "num_decode_tokens",
-            "num_held_blocks", "num_held_tokens", or a kind of transfer: "copy", "swap_out", "swap_in".
+        run: The decode run.
+        offset: Number of its step, from 0.
     """
-    of_record, of_leap = _COLUMNS[name]
-    values: list[float] = []
-    for part in steps.parts if isinstance(steps, Steps) else steps:
-        if isinstance(part, Leap):
-            values += of_leap(part)
-        else:
-            values.append(of_record(part))
-    return values
-
-
-def _num_transfers(kind: str, step: StepRecord) -> int:
-    return step.plan.num_transfers(kind)
-
-
-_Column = tuple[Callable[[StepRecord], float], Callable[[Leap], Iterable[float]]]
-
-_COLUMNS: Mapping[str, _Column] = {
-    "duration": (lambda step: step.duration, lambda leap: leap.durations),
-    "num_scheduled": (lambda step: len(step.plan.scheduled), lambda leap: leap.num_rows()),
-    "num_padding": (
-        lambda step: len(step.plan.padding),
-        lambda leap: repeat(len(leap.padding), len(leap)),
-    ),
-    "num_prefill_tokens": (lambda step: step.plan.num_prefill_tokens, lambda leap: repeat(0, len(leap))),
-    "num_decode_tokens": (lambda step: step.plan.num_decode_tokens, lambda leap: leap.num_rows()),
-    "num_held_blocks": (
-        lambda step: step.num_held_blocks,
-        lambda leap: (state.num_held_blocks for state in leap.states()),
-    ),
-    "num_held_tokens": (
-        lambda step: step.num_held_tokens,
-        lambda leap: (state.num_held_tokens for state in leap.states()),
-    ),
-    **{
-        kind: (partial(_num_transfers, kind), lambda leap: repeat(0, len(leap)))
-        for kind in ("copy", "swap_out", "swap_in")
-    },
-}
-
-
-def expand(leap: Leap) -> Iterator[StepRecord]:
-    """Yield the records of a leap's steps."""
-    for offset, state in enumerate(leap.states()):
-        yield _record(leap, offset, state)
-
-
-def _record(leap: Leap, offset: int, state: StepState) -> StepRecord:
-    return StepRecord(
-        leap.start_of(offset),
-        leap.durations[offset],
-        leap.plan(offset),
-        leap.finished_in(offset),
-        state.num_running,
-        leap.num_waiting,
-        state.num_held_blocks,
-        state.num_held_tokens,
-        state.num_cached_blocks,
-        state.num_external_blocks,
-        state.num_shared_blocks,
-        leap.num_swapped,
-        leap.num_held_host_blocks,
-    )
+    times, state = (run.start_of(offset), run.durations[offset]), (run.pool(offset), run.events_of(offset))
+    return StepRecord(*times, run.plan(offset), run.finished_in(offset), *state)
