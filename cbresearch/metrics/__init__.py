@@ -10,7 +10,7 @@ from cbresearch.metrics.clients import *  # noqa: F403
 from cbresearch.metrics.cost import *  # noqa: F403
 from cbresearch.metrics.exposition import exposition as exposition
 from cbresearch.metrics.intervals import *  # noqa: F403
-from cbresearch.metrics.memory import *  # noqa: F403
+from cbresearch.metrics.pool import *  # noqa: F403
 from cbresearch.metrics.queues import *  # noqa: F403
 from cbresearch.metrics.reporting import *  # noqa: F403
 from cbresearch.metrics.slo import *  # noqa: F403

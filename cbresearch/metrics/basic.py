@@ -283,7 +283,8 @@ def of_served(trace: Trace, name: str) -> npt.NDArray[Any]:
     """Return a column of the requests that were not refused."""
     requests = trace.request_columns
     is_refused = (requests["error"] != None) & (requests["finish_reason"] == None)  # noqa: E711 - one by one
-    return requests[name][~is_refused]
+    values: npt.NDArray[Any] = requests[name][~is_refused]
+    return values
 
 
 def fraction(part: float | None, whole: float | None) -> float | None:

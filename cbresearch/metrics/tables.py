@@ -5,7 +5,7 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from cbresearch.metrics import basic, cost
-from cbresearch.metrics.memory import memory_shares
+from cbresearch.metrics.pool import memory_shares
 from cbresearch.metrics.reporting import Reporting
 from cbresearch.metrics.slo import goodput, slo_attainment
 from cbresearch.trace import Trace

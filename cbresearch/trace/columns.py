@@ -10,6 +10,8 @@ from cbresearch.step import SKIP_REASONS, DecodeRun, Plan, PoolState, Segment
 from cbresearch.trace.records import RequestRecord, StepRecord
 from cbresearch.trace.steps import Part
 
+__all__ = ["Columns"]
+
 Columns = Mapping[str, npt.NDArray[Any]]
 
 _TIMES = ("arrival", "queued", "first_scheduled", "first_token", "finish", "ttft", "tpot", "latency")
@@ -52,7 +54,7 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     table = np.array(counts, dtype=np.int64).reshape(-1, len(names)).T
     columns = {name: np.repeat(values, lengths) for name, values in zip(names, table, strict=True)}
     # From step to step of a segment each row has one token more, and blocks are taken.
-    begins = np.repeat(np.cumsum(lengths, dtype=np.int64) - lengths, lengths)
+    begins = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
     offsets = np.arange(len(starts)) - begins
     num_new = np.bincount(taken, minlength=len(starts))
     num_taken = num_new.cumsum() - (num_new.cumsum() - num_new)[begins]
@@ -60,7 +62,7 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     columns["num_context_tokens"] += offsets * columns["num_scheduled"]
     columns["num_held_tokens"] += offsets * columns["num_scheduled"]
     columns["num_held_blocks"] += num_taken
-    columns["num_external_blocks"] -= num_taken * np.repeat(shrinks, lengths)
+    columns["num_external_blocks"] -= num_taken * np.repeat(np.array(shrinks, dtype=bool), lengths)
     columns["num_finished"] = np.bincount(finished, minlength=len(starts))
     seconds = {"start_s": starts, "duration_s": durations, "device_duration_s": device_durations}
     times = {name: np.array(values, dtype=np.float64) for name, values in seconds.items()}

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["write_columns", "write_json", "write_whole"]
+
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that it appears whole or not at all.
@@ -63,8 +65,8 @@ def _cells(name: str, columns: Sequence[npt.NDArray[Any]]) -> Iterator[Sequence[
         table = np.stack(list(group))
         changes = (table[:, 1:] != table[:, :-1]).any(axis=0)
         first = np.flatnonzero(np.append(True, changes))
-        texts = [",".join(map(str, row)) for row in table[:, first].T.tolist()]
-        yield np.repeat(np.array(texts, dtype=object), np.diff(first, append=number)).tolist()
+        texts = map(",".join, zip(*map(_texts, table[:, first]), strict=True))
+        yield np.repeat(np.array(list(texts), dtype=object), np.diff(first, append=number)).tolist()
 
 
 def _seldom_changes(values: npt.NDArray[Any]) -> bool:

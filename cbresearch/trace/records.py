@@ -7,6 +7,8 @@ from itertools import pairwise
 from cbresearch.request import TokenLogprobs
 from cbresearch.step import NO_EVENTS, BlockEvents, Plan, PoolState
 
+__all__ = ["RequestRecord", "StepRecord"]
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:

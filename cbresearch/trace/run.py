@@ -19,6 +19,8 @@ from cbresearch.trace.steps import Part, Steps
 if TYPE_CHECKING:
     import pandas as pd
 
+__all__ = ["Origin", "Stay", "Trace"]
+
 
 class Stay(NamedTuple):
     """A request's uninterrupted stay in a seat.
@@ -152,6 +154,12 @@ class Trace:
         from cbresearch.trace.explain import explain
 
         return explain(self.steps, self.requests, request_id)
+
+    def to_chrome(self) -> dict[str, Any]:
+        """Return the run in the Chrome trace event format, as `to_perfetto` writes it."""
+        from cbresearch.trace.perfetto import chrome_trace
+
+        return chrome_trace(self)
 
     def to_perfetto(self, path: str | Path) -> Path:
         """Write the run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.

@@ -8,6 +8,8 @@ from typing import Any
 from cbresearch.step import DecodeRun
 from cbresearch.trace.records import StepRecord
 
+__all__ = ["Part", "Steps", "step_of"]
+
 Part = StepRecord | DecodeRun
 
 

@@ -7,11 +7,11 @@ import reprlib
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import NoneType, UnionType
+from types import UnionType
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from cbresearch.config import CacheConfig, SchedulerConfig
@@ -21,14 +21,16 @@ from cbresearch.trace.records import RequestRecord, StepRecord
 from cbresearch.trace.run import Origin, Trace
 from cbresearch.trace.steps import Part, Steps
 
+__all__ = ["TraceWriter", "load"]
+
 _FORMAT = {"format": "cbresearch.trace", "version": 1}
 
 _type_hints = cache(get_type_hints)
 
 
 @dataclass(frozen=True)
-class _Line:
-    """What one line behind the header holds; `tokens` are those that the requests got from the step."""
+class TraceLine:
+    """One line behind the header; `tokens` are those that requests got from the step or decode run."""
 
     step: StepRecord | None = None
     run: DecodeRun | None = None
@@ -75,11 +77,11 @@ class TraceWriter:
 
     def queued(self, record: RequestRecord) -> None:
         """Write a request that the scheduler got to know."""
-        self._write(_Line(queued=record))
+        self._write(TraceLine(queued=record))
 
     def request(self, record: RequestRecord) -> None:
         """Write a request that has ended or was refused."""
-        self._write(_Line(request=record))
+        self._write(TraceLine(request=record))
 
     def close(self) -> None:
         """Close the file."""
@@ -98,7 +100,7 @@ class TraceWriter:
 def save(trace: Trace, path: str | Path) -> Path:
     """Write a whole trace; see `Trace.save`."""
     path, head = Path(path), _plain(replace(trace, steps=(), requests=()))
-    lines = [{**_FORMAT, **head}, *map(_line, trace.parts), *(_Line(request=it) for it in trace.requests)]
+    lines = [{**_FORMAT, **head}, *map(_line, trace.parts), *(TraceLine(request=it) for it in trace.requests)]
     text = "".join(map(_encoded, lines))
     # No time inside, so that the same trace gives the same bytes.
     write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
@@ -116,7 +118,7 @@ def load(path: str | Path) -> Trace:
     Raises:
         ValueError: It is no trace; the message names the file, the line and what is wrong there.
     """
-    trace, lines = _parsed(Path(path))
+    head, lines = _parsed(Path(path))
     parts: list[Part] = []
     records: list[RequestRecord] = []
     unfinished: dict[str, int] = {}
@@ -151,39 +153,53 @@ def load(path: str | Path) -> Trace:
             token_times=tuple(seconds for _, seconds in got[request_id]),
             num_preemptions=preempted[request_id],
         )
-    return replace(trace, steps=Steps(parts), requests=tuple(records))
+    return replace(head, steps=Steps(parts), requests=tuple(records))
 
 
-def _parsed(path: Path) -> tuple[Trace, list[_Line]]:
+def _parsed(path: Path) -> tuple[Trace, list[TraceLine]]:
     """Return the header, as a trace without steps and requests, and the lines behind it."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: this is no whole gzip file: {error}") from error
-    *lines, rest = data.split(b"\n")
-    found: list[Any] = []
-    for number, line in enumerate([*lines, rest] if rest else lines, start=1):
+    *whole, rest = data.split(b"\n")
+    head: Trace | None = None
+    lines: list[TraceLine] = []
+    for number, line in enumerate([*whole, rest] if rest else whole, start=1):
         try:
             content = json.loads(line)
-            found.append(_read(_Line, content) if found else _read(Trace, _without_format(content)))
+            if head is not None:
+                lines.append(_checked(_read(TraceLine, content)))
+            elif isinstance(content, dict) and _FORMAT.items() <= content.items():
+                head = _read(Trace, {name: value for name, value in content.items() if name not in _FORMAT})
+            else:
+                raise ValueError(f"this is no header of a trace, which has {_FORMAT}")
         except (ValueError, OverflowError, RecursionError) as error:
-            if not found or number <= len(lines):
+            if head is None or number <= len(whole):
                 raise ValueError(f"{path}, line {number}: {error}") from error
             warnings.warn(f"{path}, line {number}: the line is cut off and left out", stacklevel=3)
-    if not found:
+    if head is None:
         raise ValueError(f"{path}: the file is empty; a trace begins with a header")
-    return found[0], found[1:]
+    return head, lines
 
 
-def _without_format(content: Any) -> Any:
-    given = {name: content.pop(name, None) for name in _FORMAT} if isinstance(content, dict) else None
-    if given != _FORMAT:
-        raise ValueError(f"the file begins with {reprlib.repr(given)}; a trace's header has {_FORMAT}")
-    return content
+def _checked(line: TraceLine) -> TraceLine:
+    for record in filter(None, (line.queued, line.request)):
+        if len(record.tokens) != len(record.token_times):
+            tokens, times = len(record.tokens), len(record.token_times)
+            raise ValueError(f"request {record.id!r} has {tokens} tokens and {times} token times")
+    if (run := line.run) is not None:
+        per_step, per_row = (run.durations, run.ends), (run.request_ids, run.seats, run.starts, run.num_steps)
+        for columns in (per_step, per_row, (run.taken_in, run.taken_by, run.blocks)):
+            if len(set(map(len, columns))) > 1:
+                raise ValueError(f"columns of the decode run have {[*map(len, columns)]} values")
+    return line
 
 
-def _line(part: Part, tokens: Mapping[str, tuple[int, ...]] | None = None) -> _Line:
-    return _Line(part, tokens=tokens) if isinstance(part, StepRecord) else _Line(run=part, tokens=tokens)
+def _line(part: Part, tokens: Mapping[str, tuple[int, ...]] | None = None) -> TraceLine:
+    return (
+        TraceLine(part, tokens=tokens) if isinstance(part, StepRecord) else TraceLine(run=part, tokens=tokens)
+    )
 
 
 def _encoded(content: object) -> str:
@@ -198,6 +214,13 @@ def _plain(value: Any) -> Any:
     return {name: item for name, (item, default) in given.items() if item != default}
 
 
+def _json_type(kind: Any) -> Any:
+    """Return the type that a value of some type has in parsed JSON."""
+    if is_dataclass(kind) or get_origin(kind) is Mapping:
+        return dict
+    return list if get_origin(kind) is tuple or hasattr(kind, "_fields") else kind
+
+
 def _read(kind: Any, value: Any) -> Any:
     """Return a parsed JSON value as a value of a type.
 
@@ -206,43 +229,34 @@ def _read(kind: Any, value: Any) -> Any:
     """
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:
-        return _read_any_of(arguments, value)
-    if origin is tuple and isinstance(value, list) and arguments[-1] is ...:
-        if {arguments[0]} == set(map(type, value)) and (
-            arguments[0] is not float or all(map(math.isfinite, value))
-        ):
+        fitting = [choice for choice in arguments if _json_type(choice) is type(value)]
+        return _read((fitting or arguments)[0], value)
+    if type(value) is not _json_type(kind) and (kind, type(value)) != (float, int):
+        raise ValueError(f"{reprlib.repr(value)} is no {getattr(kind, '__name__', kind)}")
+    if kind is float and not value < math.inf:
+        raise ValueError(f"{value} is no number of a trace")
+    if origin is Mapping:
+        return {name: _read(arguments[1], item) for name, item in value.items()}
+    if origin is tuple and arguments[-1] is ...:
+        each = arguments[0]
+        if each in (int, float) and {each}.issuperset(map(type, value)) and all(map(math.isfinite, value)):
             return tuple(value)
-        return tuple([_read(arguments[0], item) for item in value])
-    if origin is tuple and isinstance(value, list) and len(value) == len(arguments):
-        return tuple(map(_read, arguments, value))
-    if origin is Mapping and isinstance(value, dict):
-        return {key: _read(arguments[1], item) for key, item in value.items()}
-    if is_dataclass(kind) and isinstance(value, dict):
-        return _build(kind, value)
-    if hasattr(kind, "_fields") and isinstance(value, list) and len(value) <= len(kind._fields):
-        return _build(kind, dict(zip(kind._fields, value, strict=False)))
-    if kind is float and type(value) in (int, float) and value < math.inf:
-        return float(value)
-    if type(value) is kind:
-        return value
-    raise ValueError(f"{reprlib.repr(value)} is no {getattr(kind, '__name__', kind)}")
+        return tuple([_read(each, item) for item in value])
+    if _json_type(kind) is list:
+        names = arguments or kind._fields
+        if len(names) != len(value):
+            raise ValueError(f"{reprlib.repr(value)} has {len(value)} values, not {len(names)}")
+        pairs = zip(names, value, strict=True)
+        return tuple([_read(each, item) for each, item in pairs]) if origin else _build(kind, pairs)
+    if is_dataclass(kind):
+        return _build(kind, value.items())
+    return float(value) if kind is float else value
 
 
-def _read_any_of(kinds: Sequence[Any], value: Any) -> Any:
-    if value is None and NoneType in kinds:
-        return None
-    errors = []
-    for kind in [kind for kind in kinds if kind is not NoneType]:
-        try:
-            return _read(kind, value)
-        except ValueError as error:
-            errors.append(str(error))
-    raise ValueError(", and ".join(errors))
-
-
-def _build(kind: Any, values: Mapping[str, Any]) -> Any:
+def _build(kind: Any, values: Iterable[tuple[str, Any]]) -> Any:
+    """Return a dataclass or a named tuple from parsed JSON values by name."""
     given, hints = {}, _type_hints(kind)
-    for name, value in values.items():
+    for name, value in values:
         if name not in hints:
             raise ValueError(f"a {kind.__name__} has no {name!r}")
         try:
