@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 # What type checkers read; a running program imports each name when it is first asked for.
 if TYPE_CHECKING:
     from cbresearch.attention import PagedCache as PagedCache
-    from cbresearch.blocks import BlockManager as BlockManager
+    from cbresearch.kv import BlockManager as BlockManager
     from cbresearch.claims import Claims as Claims
     from cbresearch.config import CacheConfig as CacheConfig
     from cbresearch.config import Hardware as Hardware

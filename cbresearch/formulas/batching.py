@@ -11,6 +11,13 @@ import numpy as np
 
 from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
 
+__all__ = [
+    "continuous_seconds", "continuous_steps", "expected_max", "expected_max_exponential",
+    "expected_max_geometric", "expected_max_uniform", "finite_speed_up", "graham_bounds", "light_load_rate",
+    "mean_occupancy_static", "occupancy_by_littles_law", "speed_up", "speed_up_with_step_cost",
+    "static_seconds", "static_steps", "static_utilization", "throughput_decode",
+]  # fmt: skip
+
 
 def expected_max(lengths: Lengths, num_slots: int) -> float:
     """Return E[M_B] when each length is drawn anew from an observed sample.

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+__all__ = ["Lengths"]
+
 Lengths = npt.ArrayLike
 
 

@@ -2,6 +2,8 @@
 
 from cbresearch.formulas.checks import non_negative, positive
 
+__all__ = ["cost_per_million_tokens"]
+
 
 def cost_per_million_tokens(price_per_hour: float, tokens_per_second: float) -> float:
     """Return the price of a million tokens, 10⁶·p/(3600·R), in the currency of p.

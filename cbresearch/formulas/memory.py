@@ -11,6 +11,12 @@ import numpy as np
 from cbresearch.config import ModelShape
 from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
 
+__all__ = [
+    "MemoryShares", "contiguous_memory_shares", "fragmentation", "kv_bytes_per_request",
+    "kv_bytes_per_token", "mean_reserved_tokens", "num_kv_blocks", "num_requests_that_fit",
+    "paged_fragmentation", "time_mean_held_tokens", "weight_bytes",
+]  # fmt: skip
+
 
 def kv_bytes_per_token(
     shape: ModelShape,
@@ -73,22 +79,6 @@ def kv_bytes_per_request(
         shape.num_layers - shape.num_sliding_layers
     ) * blocks + shape.num_sliding_layers * windowed
     return layer_blocks * block * _layer_bytes(shape, cache_dtype_bytes, scale_bytes, tensor_parallel)
-
-
-def max_window_blocks(sliding_window: int, block_size: int, num_in_flight: int = 1) -> int:
-    """Return the most blocks of a windowed layer that a request can need, ⌈(W − 1 + c)/b⌉ + 1.
-
-    The c tokens of a step and the W − 1 before them lie in a row, and may begin and end within a block.
-    `kv_bytes_per_request` never exceeds it; a short request needs fewer.
-    Source: the limit that vLLM's sliding-window manager admits by.
-
-    Args:
-        sliding_window: Tokens W that a query attends to, itself included.
-        block_size: Tokens per block b.
-        num_in_flight: Tokens c of the request in one step, more than 1 for a chunk of its prompt.
-    """
-    tokens = count("sliding_window", sliding_window) - 1 + count("num_in_flight", num_in_flight)
-    return -(-tokens // count("block_size", block_size)) + 1
 
 
 def num_kv_blocks(

@@ -11,6 +11,11 @@ import numpy as np
 
 from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
 
+__all__ = [
+    "overshoot_tokens", "recompute_seconds", "spread_held_tokens", "swap_crossover_block_size",
+    "swap_crossover_tokens", "swap_seconds",
+]  # fmt: skip
+
 
 def swap_seconds(
     num_tokens: int, block_size: int, bytes_per_token: float, bandwidth: float, copy_seconds: float = 0.0

@@ -11,6 +11,11 @@ import numpy as np
 
 from cbresearch.formulas.checks import count, non_negative, positive
 
+__all__ = [
+    "clipped_gap_cv2", "clipped_gap_mean", "erlang_c", "kingman_wait", "md1_wait", "mg1_wait",
+    "mm1_correlated_waits", "mm1_relaxation", "mmc_idle", "mmc_wait", "slotted_wait", "step_boundary_shift",
+]  # fmt: skip
+
 
 def mg1_wait(rate: float, mean_service: float, service_cv2: float) -> float:
     """Return the mean wait in seconds for one slot and Poisson arrivals, ρ/(1 − ρ)·(1 + cv²)/2·E[S].
@@ -84,22 +89,6 @@ def mmc_wait(rate: float, mean_service: float, num_slots: int) -> float:
     """
     load = _load(rate, mean_service, num_slots)
     return erlang_c(rate, mean_service, num_slots) / (1 - load) * mean_service / num_slots
-
-
-def mgc_wait(rate: float, mean_service: float, service_cv2: float, num_slots: int) -> float:
-    """Return the mean wait in seconds for c slots and Poisson arrivals, about (1 + cv²)/2·`mmc_wait`.
-
-    Exact for one slot and for exponential services. Source: Lee and Longton, Operational Research Quarterly
-    10, 1959.
-
-    Args:
-        rate: Requests per second λ.
-        mean_service: Mean seconds E[S].
-        service_cv2: Squared coefficient of variation of S.
-        num_slots: Slots c.
-    """
-    non_negative(service_cv2=service_cv2)
-    return (1 + service_cv2) / 2 * mmc_wait(rate, mean_service, num_slots)
 
 
 def mmc_idle(rate: float, mean_service: float, num_slots: int) -> float:

@@ -8,6 +8,11 @@ from cbresearch.config import ModelShape
 from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
 from cbresearch.formulas.memory import kv_bytes_per_token
 
+__all__ = [
+    "decode_attention_intensity", "decode_step_seconds", "flop_utilization", "flops_per_token",
+    "linear_intensity", "max_request_rate", "ridge_tokens",
+]  # fmt: skip
+
 
 def flops_per_token(shape: ModelShape, context_length: float) -> float:
     """Return the FLOP of one token's forward pass, 2N + 2 · layers · query heads · (d_k + d_v) · context.

@@ -12,6 +12,11 @@ import numpy.typing as npt
 
 from cbresearch.formulas.checks import count, non_negative, positive
 
+__all__ = [
+    "greedy_flip_probability", "gumbel_flip_probability", "inverse_cdf_flip_probability", "rounding_error",
+    "summation_error", "top_gap_density",
+]  # fmt: skip
+
 
 def rounding_error(epsilon: float) -> float:
     """Return the root mean square relative error of one rounding, ε·√(1/(32·ln 2)) = 0.212 ε.

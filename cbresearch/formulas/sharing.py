@@ -11,6 +11,11 @@ import numpy.typing as npt
 
 from cbresearch.formulas.checks import count
 
+__all__ = [
+    "popularity_hits", "prefix_hit_rate", "prefix_hit_tokens", "reuse_depths", "sample_blocks",
+    "sample_copies", "sample_prefill_tokens",
+]  # fmt: skip
+
 
 def sample_blocks(
     prompt: int, num_outputs: int, num_samples: int, block_size: int, *, shared: bool = True

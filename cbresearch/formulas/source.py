@@ -6,6 +6,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
+__all__ = ["code"]
+
 
 def code(*functions: Callable[..., Any]) -> str:
     """Return the source of some functions without their docstrings.

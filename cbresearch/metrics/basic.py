@@ -1,15 +1,21 @@
 """The figures of a run: latencies, rates, rows, memory and tokens; see the package for what they share."""
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from operator import mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from cbresearch.trace import MemoryUse, RequestRecord, Trace, column
+from cbresearch.trace import Trace
+
+__all__ = [
+    "Summary", "TokenCounts", "fragmentation", "itl", "latency", "makespan", "mean_pool_use",
+    "num_preemptions", "occupancy", "output_throughput", "peak_kv_bytes", "peak_kv_tokens", "percentile",
+    "prefix_hit_rate", "queue_time", "request_throughput", "speed_up", "summarize",
+    "time_weighted_fragmentation", "time_weighted_occupancy", "time_weighted_utilization", "token_counts",
+    "total_throughput", "tpot", "ttft", "utilization", "wasted_row_share",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +105,7 @@ def summarize(values: Iterable[float]) -> Summary:
 
 def ttft(trace: Trace) -> Summary:
     """Summarize time to first token in seconds: from arrival, queueing included, once a request."""
-    return summarize(record.ttft for record in trace.served if record.ttft is not None)
+    return summarize(defined(trace.request_columns["ttft_s"]))
 
 
 def tpot(trace: Trace) -> Summary:
@@ -107,7 +113,7 @@ def tpot(trace: Trace) -> Summary:
 
     Where an output has n < 2 tokens it is undefined and left out.
     """
-    return summarize(record.tpot for record in trace.served if record.tpot is not None)
+    return summarize(defined(trace.request_columns["tpot_s"]))
 
 
 def itl(trace: Trace) -> Summary:
@@ -115,21 +121,21 @@ def itl(trace: Trace) -> Summary:
 
     Long outputs weigh more than in `tpot`, and a stall shows instead of being averaged away.
     """
-    return summarize(gap for record in trace.served for gap in record.itl)
+    times, offsets = trace.token_times
+    follows = np.ones(len(times), dtype=bool)
+    follows[offsets[offsets < len(times)]] = False
+    return summarize(np.diff(times, prepend=0.0)[follows])
 
 
 def latency(trace: Trace) -> Summary:
     """Summarize end-to-end latency in seconds: arrival to last token of the finished requests."""
-    return summarize(record.latency for record in trace.served if record.latency is not None)
+    return summarize(defined(trace.request_columns["latency_s"]))
 
 
 def queue_time(trace: Trace) -> Summary:
     """Summarize the wait for a first seat in seconds, from arrival."""
-    return summarize(
-        record.first_scheduled - record.arrival
-        for record in trace.served
-        if record.first_scheduled is not None
-    )
+    requests = trace.request_columns
+    return summarize(defined(requests["first_scheduled_s"] - requests["arrival_s"]))
 
 
 def makespan(trace: Trace) -> float | None:
@@ -137,50 +143,53 @@ def makespan(trace: Trace) -> float | None:
 
     In a run that was not cut short that token is the last finish. None if nothing was generated.
     """
-    ends = [record.token_times[-1] for record in trace.served if record.token_times]
-    return max(ends) - min(record.arrival for record in trace.served) if ends else None
+    times, _ = trace.token_times
+    return float(times.max() - of_served(trace, "arrival_s").min()) if times.size else None
 
 
 def output_throughput(trace: Trace) -> float | None:
     """Return output tokens per second of `makespan`."""
-    return _ratio(_num_output_tokens(trace), makespan(trace))
+    return fraction(_total(trace, "num_output_tokens"), makespan(trace))
 
 
 def total_throughput(trace: Trace) -> float | None:
     """Return prompt and output tokens per second of `makespan`; a prompt counts once its answer begins."""
-    return _ratio(_num_answered_prompt_tokens(trace) + _num_output_tokens(trace), makespan(trace))
+    outputs = of_served(trace, "num_output_tokens")
+    prompts = of_served(trace, "num_prompt_tokens")[outputs > 0]
+    return fraction(int(outputs.sum()) + sum(filter(None, prompts.tolist())), makespan(trace))
 
 
 def request_throughput(trace: Trace) -> float | None:
     """Return finished requests per second of `makespan`."""
-    return _ratio(len(_finished(trace)), makespan(trace))
+    return fraction(defined(trace.request_columns["finish_s"]).size, makespan(trace))
 
 
 def occupancy(trace: Trace) -> float | None:
     """Return the mean useful rows of a step: those of unfinished requests that it served."""
-    return _ratio(sum(column(trace.steps, "num_scheduled")), len(trace.steps))
+    return fraction(int(trace.step_columns["num_scheduled"].sum()), len(trace.steps))
 
 
 def time_weighted_occupancy(trace: Trace) -> float | None:
     """Return the mean useful rows over `makespan`, ∫n(t)dt/T; a time without any step counts as 0 rows."""
-    rows = sum(map(mul, column(trace.steps, "num_scheduled"), column(trace.steps, "duration")))
-    return _ratio(rows, makespan(trace))
+    steps = trace.step_columns
+    return fraction(float(steps["num_scheduled"] @ steps["duration_s"]), makespan(trace))
 
 
 def utilization(trace: Trace) -> float | None:
     """Return `occupancy` as a share of the seats."""
-    return _ratio(occupancy(trace), trace.scheduler.max_num_seqs)
+    return fraction(occupancy(trace), trace.scheduler.max_num_seqs)
 
 
 def time_weighted_utilization(trace: Trace) -> float | None:
     """Return `time_weighted_occupancy` as a share of the seats."""
-    return _ratio(time_weighted_occupancy(trace), trace.scheduler.max_num_seqs)
+    return fraction(time_weighted_occupancy(trace), trace.scheduler.max_num_seqs)
 
 
 def wasted_row_share(trace: Trace) -> float | None:
     """Return padding rows as a share of all rows computed."""
-    padding = sum(column(trace.steps, "num_padding"))
-    return _ratio(padding, padding + sum(column(trace.steps, "num_scheduled")))
+    steps = trace.step_columns
+    padding = int(steps["num_padding_rows"].sum())
+    return fraction(padding, padding + int(steps["num_scheduled"].sum()))
 
 
 def fragmentation(trace: Trace) -> float | None:
@@ -188,19 +197,18 @@ def fragmentation(trace: Trace) -> float | None:
 
     Valid are the tokens of unfinished requests, so what a static batch keeps of finished ones is waste.
     """
-    return _fragmentation(trace, [1.0] * len(trace.steps))
+    return _fragmentation(trace, np.ones(len(trace.steps), dtype=np.int64))
 
 
 def time_weighted_fragmentation(trace: Trace) -> float | None:
     """Return `fragmentation` with each step weighted by its duration."""
-    return _fragmentation(trace, column(trace.steps, "duration"))
+    return _fragmentation(trace, trace.step_columns["duration_s"])
 
 
 def peak_kv_tokens(trace: Trace) -> int | None:
     """Return the most tokens for which KV blocks were held in any step."""
-    if not trace.steps:
-        return None
-    return int(max(column(trace.steps, "num_held_blocks"))) * trace.cache.block_size
+    held = trace.step_columns["num_held_blocks"]
+    return int(held.max()) * trace.cache.block_size if held.size else None
 
 
 def peak_kv_bytes(trace: Trace, bytes_per_token: int) -> int | None:
@@ -221,48 +229,33 @@ def peak_kv_bytes(trace: Trace, bytes_per_token: int) -> int | None:
 
 def mean_pool_use(trace: Trace) -> float | None:
     """Return the step-weighted mean share of the pool's blocks that were held."""
-    held = sum(column(trace.steps, "num_held_blocks"))
-    return _ratio(held, len(trace.steps) * trace.cache.num_blocks)
-
-
-def memory_shares(trace: Trace) -> dict[str, float | None]:
-    """Return the time-weighted mean share of the KV pool in each category of `trace.MemoryUse`.
-
-    The first six add up to 1. "shared" and "host" are not slots of the pool: they are given in its size.
-    """
-    weights = column(trace.steps, "duration")
-    whole = math.fsum(weights) * trace.cache.num_tokens
-    uses = list(trace.memory())
-    return {
-        category: _ratio(
-            math.fsum(weight * use[place] for weight, use in zip(weights, uses, strict=True)), whole
-        )
-        for place, category in enumerate(MemoryUse._fields)
-    }
+    held = trace.step_columns["num_held_blocks"]
+    return fraction(int(held.sum()), held.size * trace.cache.num_blocks)
 
 
 def num_preemptions(trace: Trace) -> int:
     """Return how often a request lost its seat before it was finished."""
-    return sum(record.num_preemptions for record in trace.served)
+    return _total(trace, "num_preemptions")
 
 
 def token_counts(trace: Trace) -> TokenCounts:
     """Count the served requests' tokens by kind."""
+    steps = trace.step_columns
     return TokenCounts(
-        prompt=sum(record.num_prompt_tokens or 0 for record in trace.served),
-        output=_num_output_tokens(trace),
-        prefill=int(sum(column(trace.steps, "num_prefill_tokens"))),
-        decode=int(sum(column(trace.steps, "num_decode_tokens"))),
-        recomputed=sum(record.num_recomputed_tokens for record in trace.served),
-        cached=sum(record.num_cached_tokens for record in trace.served),
-        padding=int(sum(column(trace.steps, "num_padding"))),
+        prompt=_total(trace, "num_prompt_tokens"),
+        output=_total(trace, "num_output_tokens"),
+        prefill=int(steps["num_prefill_tokens"].sum()),
+        decode=int(steps["num_decode_tokens"].sum()),
+        recomputed=_total(trace, "num_recomputed_tokens"),
+        cached=_total(trace, "num_cached_tokens"),
+        padding=int(steps["num_padding_rows"].sum()),
     )
 
 
 def prefix_hit_rate(trace: Trace) -> float | None:
     """Return the share of prompt tokens whose KV was found in the prefix cache; None without prompts."""
     counts = token_counts(trace)
-    return _ratio(counts.cached, counts.prompt)
+    return fraction(counts.cached, counts.prompt)
 
 
 def speed_up(baseline: Trace, other: Trace) -> float | None:
@@ -270,35 +263,41 @@ def speed_up(baseline: Trace, other: Trace) -> float | None:
 
     It tells of the batching only if both served the same requests and these kept them busy.
     """
-    return _ratio(output_throughput(other), output_throughput(baseline))
+    return fraction(output_throughput(other), output_throughput(baseline))
 
 
 def sample_of(values: Iterable[float]) -> npt.NDArray[np.float64]:
     """Return values as an array; a value that is not finite was not measured, and is refused."""
-    sample = np.fromiter(values, dtype=np.float64)
+    sample = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
     for value in sample[~np.isfinite(sample)]:
         raise ValueError(f"the sample holds {float(value)!r}; leave out what was not measured")
     return sample
 
 
-def _ratio(part: float | None, whole: float | None) -> float | None:
+def defined(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Return the values of a column that are not undefined."""
+    return values[~np.isnan(values)]
+
+
+def of_served(trace: Trace, name: str) -> npt.NDArray[Any]:
+    """Return a column of the requests that were not refused."""
+    requests = trace.request_columns
+    is_refused = (requests["error"] != None) & (requests["finish_reason"] == None)  # noqa: E711 - one by one
+    values: npt.NDArray[Any] = requests[name][~is_refused]
+    return values
+
+
+def fraction(part: float | None, whole: float | None) -> float | None:
+    """Return a ratio, or None where a part of it is undefined or the whole is 0."""
     return None if part is None or not whole else part / whole
 
 
-def _fragmentation(trace: Trace, weights: Sequence[float]) -> float | None:
-    valid = math.fsum(map(mul, column(trace.steps, "num_held_tokens"), weights))
-    held = math.fsum(map(mul, column(trace.steps, "num_held_blocks"), weights))
-    filled = _ratio(valid, held * trace.cache.block_size)
+def _total(trace: Trace, name: str) -> int:
+    return sum(filter(None, of_served(trace, name).tolist()))
+
+
+def _fragmentation(trace: Trace, weights: npt.NDArray[Any]) -> float | None:
+    steps = trace.step_columns
+    valid, held = float(steps["num_held_tokens"] @ weights), float(steps["num_held_blocks"] @ weights)
+    filled = fraction(valid, held * trace.cache.block_size)
     return None if filled is None else 1 - filled
-
-
-def _finished(trace: Trace) -> list[RequestRecord]:
-    return [record for record in trace.served if record.is_complete]
-
-
-def _num_output_tokens(trace: Trace) -> int:
-    return sum(len(record.tokens) for record in trace.served)
-
-
-def _num_answered_prompt_tokens(trace: Trace) -> int:
-    return sum(record.num_prompt_tokens or 0 for record in trace.served if record.tokens)

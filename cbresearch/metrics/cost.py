@@ -5,6 +5,8 @@ import math
 from cbresearch.metrics.basic import output_throughput, total_throughput
 from cbresearch.trace import Trace
 
+__all__ = ["cost_per_million_tokens", "cost_per_million_total_tokens"]
+
 
 def cost_per_million_tokens(trace: Trace, price_per_hour: float) -> float | None:
     """Return what a million output tokens cost, in the currency of the price.

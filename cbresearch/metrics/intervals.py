@@ -9,6 +9,8 @@ import numpy as np
 
 from cbresearch.metrics.basic import sample_of
 
+__all__ = ["Interval", "batch_means_interval", "mean_interval", "percentile_interval", "warm_up_length"]
+
 
 class Interval(NamedTuple):
     """An estimate and the interval that covers the true value with the wanted confidence.

@@ -1,43 +1,33 @@
 """Queues over time, from the requests' own times: exact, whatever a step's length."""
 
-import math
 from dataclasses import replace
 
-from cbresearch.metrics.basic import Summary, summarize
+import numpy as np
+
+from cbresearch.metrics.basic import Summary, defined, fraction, of_served, summarize
 from cbresearch.trace import Trace
+
+__all__ = ["mean_in_system", "mean_queue_length", "residence_time", "without_warm_up"]
 
 
 def mean_queue_length(trace: Trace) -> float | None:
     """Return the time-weighted mean number of requests that wait for a first seat.
 
     It is the waiting time of all divided by the time from the first arrival to the end of the run, which is
-    Little's law as an identity. Who was preempted does not count.
+    Little's law as an identity. Requests that wait after a preemption do not count.
     """
-    waits = (
-        (record.first_scheduled if record.first_scheduled is not None else trace.duration) - record.arrival
-        for record in trace.served
-    )
-    return _per_second(trace, math.fsum(waits))
+    return _mean_number(trace, "first_scheduled_s")
 
 
 def mean_in_system(trace: Trace) -> float | None:
     """Return the time-weighted mean number of requests that have arrived and are not finished."""
-    return _per_second(
-        trace,
-        math.fsum(
-            (record.token_times[-1] if record.is_complete else trace.duration) - record.arrival
-            for record in trace.served
-        ),
-    )
+    return _mean_number(trace, "finish_s")
 
 
 def residence_time(trace: Trace) -> Summary:
     """Summarize the seconds from a request's first seat to its last token, of those that are complete."""
-    return summarize(
-        record.token_times[-1] - record.first_scheduled
-        for record in trace.served
-        if record.is_complete and record.first_scheduled is not None
-    )
+    requests = trace.request_columns
+    return summarize(defined(requests["finish_s"] - requests["first_scheduled_s"]))
 
 
 def without_warm_up(trace: Trace, seconds: float) -> Trace:
@@ -53,13 +43,15 @@ def without_warm_up(trace: Trace, seconds: float) -> Trace:
     """
     return replace(
         trace,
-        steps=tuple(step for step in trace.steps if step.start >= seconds),
+        steps=trace.steps[int(np.searchsorted(trace.step_columns["start_s"], seconds)) :],
         requests=tuple(record for record in trace.requests if record.arrival >= seconds),
     )
 
 
-def _per_second(trace: Trace, total: float) -> float | None:
-    if not trace.served:
+def _mean_number(trace: Trace, until: str) -> float | None:
+    """Return the mean number of requests between their arrival and a time; without it, the end of the run."""
+    arrivals, ends = of_served(trace, "arrival_s"), of_served(trace, until)
+    if not arrivals.size:
         return None
-    span = trace.duration - min(record.arrival for record in trace.served)
-    return total / span if span > 0 else None
+    seconds = np.where(np.isnan(ends), trace.duration, ends) - arrivals
+    return fraction(float(seconds.sum()), max(0.0, trace.duration - float(arrivals.min())))

@@ -1,11 +1,12 @@
 """What a client was promised, and how much of it was kept."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cbresearch.metrics.basic import makespan
 from cbresearch.trace import RequestRecord, Trace
+
+__all__ = ["Slo", "goodput", "slo_attainment"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,45 +61,3 @@ def goodput(trace: Trace, slo: Slo) -> float | None:
     """
     seconds = makespan(trace)
     return sum(map(slo.is_met, trace.requests)) / seconds if seconds else None
-
-
-def fluidity_index(record: RequestRecord, first: float, following: float) -> float | None:
-    """Return the share of a request's token deadlines that were met.
-
-    A token that is early saves slack for those after it. One that is late misses its deadline and those that
-    went by while it was waited for, and then begins afresh.
-
-    Source: Etalon, arXiv 2407.07000, algorithm 1.
-
-    Args:
-        record: The request.
-        first: Seconds from arrival to the first token's deadline.
-        following: Seconds from one deadline to the next.
-
-    Returns:
-        1 − missed / all, between 0 and 1; None without a token.
-
-    Raises:
-        ValueError: A deadline is not a positive number of seconds.
-    """
-    if not (0 < first < math.inf and 0 < following < math.inf):
-        raise ValueError(f"the deadlines are {first!r} and {following!r}; give positive numbers of seconds")
-    gaps = _gaps(record)
-    if not gaps:
-        return None
-    slack, num_missed, num_deadlines = 0.0, 0, 0
-    for place, gap in enumerate(gaps):
-        deadline = following if place else first
-        num_deadlines += 1
-        if gap <= slack + deadline:
-            slack += deadline - gap
-        else:
-            missed = math.floor((gap - slack - deadline) / following) + 1
-            num_missed += missed
-            num_deadlines += missed - 1
-            slack = 0.0
-    return 1 - num_missed / num_deadlines
-
-
-def _gaps(record: RequestRecord) -> Sequence[float]:
-    return () if record.ttft is None else (record.ttft, *record.itl)

@@ -4,22 +4,52 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import NamedTuple
 
-from cbresearch.metrics import basic
-from cbresearch.metrics.cost import cost_per_million_tokens, cost_per_million_total_tokens
-from cbresearch.metrics.slo import Slo, goodput, slo_attainment
-from cbresearch.trace import Trace, column
+from cbresearch.metrics import basic, cost
+from cbresearch.metrics.pool import memory_shares
+from cbresearch.metrics.reporting import Reporting
+from cbresearch.metrics.slo import goodput, slo_attainment
+from cbresearch.trace import Trace
+
+__all__ = ["KpiRow", "kpi_table", "summary"]
 
 _MEASURES = (basic.ttft, basic.tpot, basic.itl, basic.latency, basic.queue_time)
-_TRANSFERS = (("copied", "copy"), ("swapped_out", "swap_out"), ("swapped_in", "swap_in"))
+
+# Name, unit, key in `summary`, and what its value is multiplied by.
+_ROWS: tuple[tuple[str, str, str, float], ...] = (
+    ("output throughput", "tokens/s", "output_throughput_tokens_per_s", 1),
+    ("request throughput", "requests/s", "request_throughput_requests_per_s", 1),
+    ("mean occupancy", "rows", "occupancy_rows", 1),
+    ("utilization", "%", "utilization", 100),
+    ("TTFT p50", "ms", "ttft_p50_s", 1e3),
+    ("TTFT p99", "ms", "ttft_p99_s", 1e3),
+    ("TPOT p50", "ms", "tpot_p50_s", 1e3),
+    ("TPOT p99", "ms", "tpot_p99_s", 1e3),
+    ("ITL p99", "ms", "itl_p99_s", 1e3),
+    ("latency p50", "s", "latency_p50_s", 1),
+    ("latency p99", "s", "latency_p99_s", 1),
+    ("peak KV memory", "tokens", "peak_kv_tokens", 1),
+    ("peak KV memory", "MiB", "peak_kv_bytes", 2**-20),
+    ("fragmentation", "%", "fragmentation", 100),
+    ("prefix hit rate", "%", "prefix_hit_rate", 100),
+    ("preemptions", "", "num_preemptions", 1),
+    ("requests served", "", "num_finished", 1),
+    ("requests refused", "", "num_refused", 1),
+    ("requests failed", "", "num_failed", 1),
+    ("requests aborted", "", "num_aborted", 1),
+    ("kept the SLO", "%", "slo_attainment", 100),
+    ("goodput", "requests/s", "goodput_requests_per_s", 1),
+    ("cost per million output tokens", "", "cost_per_million_output_tokens", 1),
+    ("cost per million total tokens", "", "cost_per_million_total_tokens", 1),
+)
 
 
 class KpiRow(NamedTuple):
     """One line of the comparison of runs, ready to print.
 
     Attributes:
-        name: Of the quantity.
-        unit: Of its values; empty for a pure number.
-        values: One text a run, "–" where undefined.
+        name: Name of the quantity.
+        unit: Unit of its values; empty for a pure number.
+        values: One text a run, “–” where undefined.
         sizes: Sample size n behind each run's percentile; empty in rows of another kind.
     """
 
@@ -30,27 +60,24 @@ class KpiRow(NamedTuple):
 
 
 def summary(
-    trace: Trace,
-    bytes_per_token: int | None = None,
-    *,
-    slo: Slo | None = None,
-    price_per_hour: float | None = None,
+    trace: Trace, bytes_per_token: int | None = None, reporting: Reporting | None = None
 ) -> dict[str, float | int | None]:
     """Return every metric as one flat dict that JSON can hold; units end the names, undefined is None.
 
     Args:
         trace: The run.
-        bytes_per_token: KV bytes of one token; without it there is no `peak_kv_bytes`.
-        slo: What was promised; without it there are no `goodput_requests_per_s` and `slo_attainment`.
-        price_per_hour: Price of the machine's hour; without it there are no costs, which are in its currency.
+        bytes_per_token: KV bytes of one token; without it `peak_kv_bytes` is None.
+        reporting: With an SLO, there are `goodput_requests_per_s` and `slo_attainment`; with a price, costs
+            in its currency.
     """
-    counts = basic.token_counts(trace)
+    counts, steps = basic.token_counts(trace), trace.step_columns
+    reasons = [record.finish_reason for record in trace.served]
     values: dict[str, float | int | None] = {
         "num_requests": len(trace.requests),
-        "num_refused": len(trace.requests) - len(trace.served),
-        "num_finished": sum(record.is_complete for record in trace.served),
-        "num_aborted": sum(record.finish_reason == "abort" for record in trace.served),
-        "num_failed": sum(record.finish_reason == "error" for record in trace.served),
+        "num_refused": len(trace.requests) - len(reasons),
+        "num_finished": reasons.count("stop") + reasons.count("length"),
+        "num_aborted": reasons.count("abort"),
+        "num_failed": reasons.count("error"),
         "num_steps": len(trace.steps),
         "num_preemptions": basic.num_preemptions(trace),
         "makespan_s": basic.makespan(trace),
@@ -67,8 +94,11 @@ def summary(
         "peak_kv_tokens": basic.peak_kv_tokens(trace),
         "peak_kv_bytes": None if bytes_per_token is None else basic.peak_kv_bytes(trace, bytes_per_token),
         "mean_pool_use": basic.mean_pool_use(trace),
-        **{f"kv_{name}_share": share for name, share in basic.memory_shares(trace).items()},
-        **{f"num_{kind}_blocks": int(sum(column(trace.steps, transfer))) for kind, transfer in _TRANSFERS},
+        **{f"kv_{name}_share": share for name, share in memory_shares(trace).items()},
+        **{
+            f"num_{kind}_blocks": int(steps[f"num_{kind}_blocks"].sum())
+            for kind in ("copied", "swapped_out", "swapped_in")
+        },
         "prefix_hit_rate": basic.prefix_hit_rate(trace),
         **{f"num_{kind}_tokens": number for kind, number in counts._asdict().items()},
         "num_computed_tokens": counts.computed,
@@ -76,26 +106,18 @@ def summary(
     for measure in _MEASURES:
         for statistic, value in asdict(measure(trace)).items():
             values[f"{measure.__name__}_{statistic}" + ("" if statistic == "n" else "_s")] = value
-    if slo is not None:
-        values |= {
-            "slo_attainment": slo_attainment(trace, slo),
-            "goodput_requests_per_s": goodput(trace, slo),
-        }
-    if price_per_hour is not None:
-        values |= {
-            "cost_per_million_output_tokens": cost_per_million_tokens(trace, price_per_hour),
-            "cost_per_million_total_tokens": cost_per_million_total_tokens(trace, price_per_hour),
-        }
+    if reporting is not None and reporting.slo is not None:
+        values["slo_attainment"] = slo_attainment(trace, reporting.slo)
+        values["goodput_requests_per_s"] = goodput(trace, reporting.slo)
+    if reporting is not None and reporting.price_per_hour is not None:
+        price = reporting.price_per_hour
+        values["cost_per_million_output_tokens"] = cost.cost_per_million_tokens(trace, price)
+        values["cost_per_million_total_tokens"] = cost.cost_per_million_total_tokens(trace, price)
     return values
 
 
 def kpi_table(
-    traces: Mapping[str, Trace],
-    bytes_per_token: int | None = None,
-    *,
-    slo: Slo | None = None,
-    price_per_hour: float | None = None,
-    currency: str = "USD",
+    traces: Mapping[str, Trace], bytes_per_token: int | None = None, reporting: Reporting | None = None
 ) -> list[KpiRow]:
     """Return the key figures of runs side by side, for the console and the report.
 
@@ -104,70 +126,25 @@ def kpi_table(
     Args:
         traces: The runs by label; the values of each row are in this order.
         bytes_per_token: KV bytes of one token; without it the peak is given in tokens.
-        slo: What was promised; without it there is no row of what was kept.
-        price_per_hour: Price of the machine's hour; without it there is no row of costs.
-        currency: Of the price.
+        reporting: With an SLO there are rows of how often it was kept, with a price rows of costs.
     """
-    runs = [
-        summary(trace, bytes_per_token, slo=slo, price_per_hour=price_per_hour) for trace in traces.values()
-    ]
-
-    def row(name: str, unit: str, key: str, scale: float = 1, sample: str = "") -> KpiRow:
-        values = (run[key] for run in runs)
+    runs = [summary(trace, bytes_per_token, reporting) for trace in traces.values()]
+    unused = "peak_kv_bytes" if bytes_per_token is None else "peak_kv_tokens"
+    rows = []
+    for name, unit, key, scale in _ROWS:
+        values = [run.get(key) for run in runs]
+        if key == unused or any(key not in run for run in runs):
+            continue
+        if key in ("num_failed", "num_aborted") and not any(values):
+            continue
+        if key.startswith("cost") and reporting is not None:
+            unit = reporting.currency
         texts = tuple(_text(value if value is None or scale == 1 else value * scale) for value in values)
-        return KpiRow(name, unit, texts, tuple(str(run[f"{sample}_n"]) for run in runs) if sample else ())
-
-    def timing(name: str, rank: str, unit: str, scale: float) -> KpiRow:
-        sample = name.lower()
-        return row(f"{name} {rank}", unit, f"{sample}_{rank}_s", scale, sample)
-
-    ended = [
-        row(f"requests {kind}", "", f"num_{kind}")
-        for kind in ("failed", "aborted")
-        if any(run[f"num_{kind}"] for run in runs)
-    ]
-    if bytes_per_token is None:
-        peak = row("peak KV memory", "tokens", "peak_kv_tokens")
-    else:
-        peak = row("peak KV memory", "MiB", "peak_kv_bytes", 2**-20)
-    promised = (
-        []
-        if slo is None
-        else [
-            row("kept the SLO", "%", "slo_attainment", 100),
-            row("goodput", "requests/s", "goodput_requests_per_s"),
-        ]
-    )
-    costs = (
-        []
-        if price_per_hour is None
-        else [
-            row(f"cost per million {kind} tokens", currency, f"cost_per_million_{kind}_tokens")
-            for kind in ("output", "total")
-        ]
-    )
-    return [
-        row("output throughput", "tokens/s", "output_throughput_tokens_per_s"),
-        row("request throughput", "requests/s", "request_throughput_requests_per_s"),
-        row("mean occupancy", "rows", "occupancy_rows"),
-        row("utilization", "%", "utilization", 100),
-        timing("TTFT", "p50", "ms", 1e3),
-        timing("TTFT", "p99", "ms", 1e3),
-        timing("TPOT", "p50", "ms", 1e3),
-        timing("TPOT", "p99", "ms", 1e3),
-        timing("ITL", "p99", "ms", 1e3),
-        timing("latency", "p50", "s", 1),
-        timing("latency", "p99", "s", 1),
-        peak,
-        row("fragmentation", "%", "fragmentation", 100),
-        row("prefix hit rate", "%", "prefix_hit_rate", 100),
-        row("preemptions", "", "num_preemptions"),
-        row("requests served", "", "num_finished"),
-        row("requests refused", "", "num_refused"),
-        *ended,
-        *promised,
-        *costs,
-    ]
+        measure, rank, _ = key.partition("_p50_s" if key.endswith("_p50_s") else "_p99_s")
+        rows.append(
+            KpiRow(name, unit, texts, tuple(str(run[f"{measure}_n"]) for run in runs) if rank else ())
+        )
+    return rows
 
 
 def _text(value: float | int | None) -> str:

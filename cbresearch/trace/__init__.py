@@ -1,28 +1,8 @@
 """What happened in a run, as records and as columns: all that metrics, figures and reports read."""
 
-from cbresearch.trace.columns import Columns, TokenTimes
-from cbresearch.trace.files import write_columns, write_csv, write_json, write_whole
-from cbresearch.trace.memory import MemoryUse
-from cbresearch.trace.records import RequestRecord, StepRecord
-from cbresearch.trace.run import Origin, Stay, Trace
-from cbresearch.trace.steps import Steps, step_of
-from cbresearch.trace.storage import TraceWriter, load
-
-__all__ = [
-    "Columns",
-    "MemoryUse",
-    "Origin",
-    "RequestRecord",
-    "Stay",
-    "StepRecord",
-    "Steps",
-    "TokenTimes",
-    "Trace",
-    "TraceWriter",
-    "load",
-    "step_of",
-    "write_columns",
-    "write_csv",
-    "write_json",
-    "write_whole",
-]
+from cbresearch.trace.columns import *  # noqa: F403
+from cbresearch.trace.files import *  # noqa: F403
+from cbresearch.trace.records import *  # noqa: F403
+from cbresearch.trace.run import *  # noqa: F403
+from cbresearch.trace.steps import *  # noqa: F403
+from cbresearch.trace.storage import *  # noqa: F403

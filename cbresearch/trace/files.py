@@ -1,17 +1,17 @@
 """Files that appear whole or not at all."""
 
-import csv
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from io import StringIO
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+__all__ = ["write_columns", "write_json", "write_whole"]
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -37,15 +37,6 @@ def write_whole(path: Path, content: str | bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file; a number that JSON cannot hold raises."""
     write_whole(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
-
-
-def write_csv(path: Path, columns: Iterable[str], rows: Iterable[dict[str, Any]]) -> None:
-    """Write rows as a CSV file with a header, even if there are none; None becomes an empty cell."""
-    text = StringIO()
-    writer = csv.DictWriter(text, fieldnames=list(columns), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_whole(path, text.getvalue())
 
 
 def write_columns(path: Path, tables: Mapping[str, Mapping[str, npt.NDArray[Any]]], label: str) -> None:
@@ -74,19 +65,19 @@ def _cells(name: str, columns: Sequence[npt.NDArray[Any]]) -> Iterator[Sequence[
         table = np.stack(list(group))
         changes = (table[:, 1:] != table[:, :-1]).any(axis=0)
         first = np.flatnonzero(np.append(True, changes))
-        texts = [",".join(map(str, row)) for row in table[:, first].T.tolist()]
-        yield np.repeat(np.array(texts, dtype=object), np.diff(first, append=number)).tolist()
+        texts = map(",".join, zip(*map(_texts, table[:, first]), strict=True))
+        yield np.repeat(np.array(list(texts), dtype=object), np.diff(first, append=number)).tolist()
 
 
 def _seldom_changes(values: npt.NDArray[Any]) -> bool:
-    changes = values.dtype.kind == "i" and np.count_nonzero(values[1:] != values[:-1])
-    return values.dtype.kind == "i" and 4 * changes < len(values)
+    is_count = values.dtype.kind == "i"
+    return is_count and 4 * int(np.count_nonzero(values[1:] != values[:-1])) < len(values)
 
 
 def _texts(values: npt.NDArray[Any]) -> list[str]:
     if values.dtype.kind == "f":
         return [repr(value) if value == value else "" for value in values.tolist()]
-    return list(map(_text, values.tolist()))
+    return list(map(str if values.dtype.kind == "i" else _text, values.tolist()))
 
 
 def _text(value: Any) -> str:

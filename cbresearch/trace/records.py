@@ -7,16 +7,7 @@ from itertools import pairwise
 from cbresearch.request import TokenLogprobs
 from cbresearch.step import NO_EVENTS, BlockEvents, Plan, PoolState
 
-
-class _PoolCounter:
-    """A counter of a step's `PoolState`, readable from its record."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, record: "StepRecord", owner: type) -> int:
-        value: int = getattr(record.pool, self._name)
-        return value
+__all__ = ["RequestRecord", "StepRecord"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,15 +33,11 @@ class StepRecord:
     events: BlockEvents = NO_EVENTS
     device_duration: float | None = None
 
-    num_running = _PoolCounter()
-    num_waiting = _PoolCounter()
-    num_held_blocks = _PoolCounter()
-    num_held_tokens = _PoolCounter()
-    num_cached_blocks = _PoolCounter()
-    num_external_blocks = _PoolCounter()
-    num_shared_blocks = _PoolCounter()
-    num_swapped = _PoolCounter()
-    num_held_host_blocks = _PoolCounter()
+    def __getattr__(self, name: str) -> int:
+        if name not in PoolState._fields:
+            raise AttributeError(f"a StepRecord has no {name!r}")
+        value: int = getattr(self.pool, name)
+        return value
 
     @property
     def end(self) -> float:
@@ -121,6 +108,11 @@ class RequestRecord:
     def is_complete(self) -> bool:
         """Return whether the output came to its own end."""
         return self.finish_reason in ("stop", "length")
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Return the number of output tokens so far."""
+        return len(self.tokens)
 
     @property
     def first_token(self) -> float | None:

@@ -3,18 +3,23 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 import cbresearch
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.trace.columns import Columns, Part, TokenTimes, request_columns, step_columns, token_times
-from cbresearch.trace.memory import MemoryUse, memory_columns
+from cbresearch.trace.columns import Columns, request_columns, step_columns
 from cbresearch.trace.records import RequestRecord, StepRecord
-from cbresearch.trace.steps import Steps
+from cbresearch.trace.steps import Part, Steps
 
 if TYPE_CHECKING:
     import pandas as pd
+
+__all__ = ["Origin", "Stay", "Trace"]
 
 
 class Stay(NamedTuple):
@@ -66,8 +71,8 @@ class Trace:
     policy: str
     scheduler: SchedulerConfig
     cache: CacheConfig
-    steps: Sequence[StepRecord]
-    requests: tuple[RequestRecord, ...]
+    steps: Sequence[StepRecord] = ()
+    requests: tuple[RequestRecord, ...] = ()
     origin: Origin = field(default_factory=Origin)
 
     @property
@@ -86,14 +91,16 @@ class Trace:
         return request_columns(self.requests)
 
     @cached_property
-    def memory_columns(self) -> Columns:
-        """Return the categories of `MemoryUse` as columns, one value a step in tokens."""
-        return memory_columns(self.parts, self.requests, self.step_columns, self.cache)
+    def token_times(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Return when the output tokens of all requests came out, in one array.
 
-    @cached_property
-    def token_times(self) -> TokenTimes:
-        """Return when the output tokens of all requests came out, in one array."""
-        return token_times(self.requests)
+        Returns:
+            Seconds since the start of the run, request after request, of shape (output tokens,), and where
+            each request's begin and the last one's end, of shape (requests + 1,).
+        """
+        numbers = [len(record.token_times) for record in self.requests]
+        times = chain.from_iterable(record.token_times for record in self.requests)
+        return np.fromiter(times, np.float64, sum(numbers)), np.cumsum([0, *numbers])
 
     @cached_property
     def served(self) -> tuple[RequestRecord, ...]:
@@ -110,32 +117,20 @@ class Trace:
         """Return the seconds from the start of the run to the end of its last step."""
         return self.steps[-1].end if self.steps else 0.0
 
-    def memory(self) -> Iterator[MemoryUse]:
-        """Return where the pool's slots are, one `MemoryUse` a step."""
-        return map(MemoryUse, *(values.tolist() for values in self.memory_columns.values()))
-
     def stays(self) -> Iterator[Stay]:
         """Yield each stay of a request in a seat: those that a preemption ended first, in no other order."""
         stays: dict[str, Stay] = {}
-        for part in self.parts:
-            if isinstance(part, StepRecord):
-                plan, step, length = part.plan, part.plan.step, 1
-                for request, seat, _ in plan.admitted:
-                    stays[request.id] = Stay(request.id, seat, step, step, 0)
-                for request_id in plan.preempted:
-                    yield stays.pop(request_id)
-                rows = [(entry.request_id, 1) for entry in plan.scheduled]
-                padding = plan.padding
-            else:
-                step, length, padding = part.first_step, len(part), part.padding
-                rows = list(zip(part.request_ids, part.num_steps, strict=True))
-            for request_id, num_steps in rows:
-                stays[request_id] = stays[request_id]._replace(last_step=step + num_steps - 1)
-            for row in padding:
+        for record in self.steps:
+            plan, step = record.plan, record.plan.step
+            for request, seat, _ in plan.admitted:
+                stays[request.id] = Stay(request.id, seat, step, step, 0)
+            yield from map(stays.pop, plan.preempted)
+            for entry in plan.scheduled:
+                stays[entry.request_id] = stays[entry.request_id]._replace(last_step=step)
+            for row in plan.padding:
                 stay = stays[row.request_id]
-                stays[row.request_id] = stay._replace(
-                    last_step=step + length - 1, num_padding_steps=stay.num_padding_steps + length
-                )
+                num_padding = stay.num_padding_steps + 1
+                stays[row.request_id] = stay._replace(last_step=step, num_padding_steps=num_padding)
         yield from stays.values()
 
     def steps_frame(self) -> "pd.DataFrame":
@@ -182,20 +177,13 @@ class Trace:
 
     def to_json(self) -> dict[str, Any]:
         """Return the limits of the run and its requests as plain values for `results.json`."""
+        names = ("id", "tokens", "arrival", "first_token", "finish", "error")
         return {
             "policy": self.policy,
             "limits": {**asdict(self.scheduler), **asdict(self.cache)},
             "requests": [
-                {
-                    "id": request.id,
-                    "tokens": list(request.tokens),
-                    "arrival": request.arrival,
-                    "first_token": request.first_token,
-                    "finish": request.finish,
-                    "preemptions": request.num_preemptions,
-                    "error": request.error,
-                }
-                for request in self.requests
+                {**{name: getattr(record, name) for name in names}, "preemptions": record.num_preemptions}
+                for record in self.requests
             ],
         }
 

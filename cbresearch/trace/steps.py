@@ -1,18 +1,22 @@
 """The steps of a run, with each decode run kept as one part."""
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import overload
+from typing import Any
 
 from cbresearch.step import DecodeRun
 from cbresearch.trace.records import StepRecord
+
+__all__ = ["Part", "Steps", "step_of"]
+
+Part = StepRecord | DecodeRun
 
 
 class Steps(Sequence[StepRecord]):
     """Step records in order; those of a decode run are made when they are asked for.
 
-    It equals any sequence of the same records, a tuple included.
+    It equals any sequence of the same records, a tuple included; a slice of it is a tuple.
 
     Args:
         parts: Step records and decode runs in order.
@@ -20,35 +24,22 @@ class Steps(Sequence[StepRecord]):
 
     __slots__ = ("_ends", "parts")
 
-    def __init__(self, parts: Iterable[StepRecord | DecodeRun]) -> None:
+    def __init__(self, parts: Iterable[Part]) -> None:
         self.parts = tuple(parts)
         self._ends = tuple(accumulate(len(part) if isinstance(part, DecodeRun) else 1 for part in self.parts))
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 
-    @overload
-    def __getitem__(self, index: int) -> StepRecord: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> tuple[StepRecord, ...]: ...
-
-    def __getitem__(self, index: int | slice) -> StepRecord | tuple[StepRecord, ...]:
-        if isinstance(index, slice):
-            return tuple(self[place] for place in range(*index.indices(len(self))))
-        place = range(len(self))[index]
-        number = bisect_right(self._ends, place)
+    def __getitem__(self, index: Any) -> Any:
+        places = range(len(self))[index]
+        if isinstance(places, range):
+            return tuple(self[place] for place in places)
+        number = bisect_right(self._ends, places)
         part = self.parts[number]
-        if isinstance(part, StepRecord):
-            return part
-        return step_of(part, place - (self._ends[number - 1] if number else 0))
-
-    def __iter__(self) -> Iterator[StepRecord]:
-        for part in self.parts:
-            if isinstance(part, StepRecord):
-                yield part
-            else:
-                yield from (step_of(part, offset) for offset in range(len(part)))
+        return (
+            part if isinstance(part, StepRecord) else step_of(part, places - self._ends[number] + len(part))
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Steps | tuple):
@@ -69,11 +60,5 @@ def step_of(run: DecodeRun, offset: int) -> StepRecord:
         run: The decode run.
         offset: Number of its step, from 0.
     """
-    return StepRecord(
-        run.start_of(offset),
-        run.durations[offset],
-        run.plan(offset),
-        run.finished_in(offset),
-        run.pool(offset),
-        run.events_of(offset),
-    )
+    times, state = (run.start_of(offset), run.durations[offset]), (run.pool(offset), run.events_of(offset))
+    return StepRecord(*times, run.plan(offset), run.finished_in(offset), *state)

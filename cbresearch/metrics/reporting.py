@@ -1,0 +1,31 @@
+"""What tables and reports hold a run against: the promise to its clients, and the price of its machines."""
+
+import math
+from dataclasses import dataclass
+
+from cbresearch.metrics.slo import Slo
+
+__all__ = ["Reporting"]
+
+
+@dataclass(frozen=True, slots=True)
+class Reporting:
+    """Declare promise and price where tables are made; a run itself needs neither.
+
+    Attributes:
+        slo: What was promised; without it tables have no goodput.
+        price_per_hour: Price of an hour of all machines that served a run; without it tables have no costs.
+        currency: Of the price.
+
+    Raises:
+        ValueError: The price is not a finite number of 0 or more.
+    """
+
+    slo: Slo | None = None
+    price_per_hour: float | None = None
+    currency: str = "USD"
+
+    def __post_init__(self) -> None:
+        price = self.price_per_hour
+        if price is not None and not 0 <= price < math.inf:
+            raise ValueError(f"price_per_hour is {price!r}; give a finite price of 0 or more")

@@ -1,0 +1,269 @@
+"""Traces as JSON lines: written whole, appended step by step, and read back, even a stranger's."""
+
+import gzip
+import json
+import math
+import reprlib
+import warnings
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import UnionType
+from typing import Any, Self, get_args, get_origin, get_type_hints
+
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.step import DecodeRun
+from cbresearch.trace.files import write_whole
+from cbresearch.trace.records import RequestRecord, StepRecord
+from cbresearch.trace.run import Origin, Trace
+from cbresearch.trace.steps import Part, Steps
+
+__all__ = ["TraceWriter", "load"]
+
+_FORMAT = {"format": "cbresearch.trace", "version": 1}
+
+_type_hints = cache(get_type_hints)
+
+
+@dataclass(frozen=True)
+class TraceLine:
+    """One line behind the header; `tokens` are those that requests got from the step or decode run."""
+
+    step: StepRecord | None = None
+    run: DecodeRun | None = None
+    queued: RequestRecord | None = None
+    request: RequestRecord | None = None
+    tokens: Mapping[str, tuple[int, ...]] | None = None
+
+
+class TraceWriter:
+    """Write a trace step by step; what is written survives a kill of the process.
+
+    Each line is flushed. `load` gives a request that was queued and has not ended the tokens of its steps.
+
+    Args:
+        path: Where; a file that is there is replaced.
+        policy: Name of the policy, options included.
+        scheduler: The limits of a step.
+        cache: The KV pool.
+        origin: What records the trace.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        policy: str,
+        scheduler: SchedulerConfig,
+        cache: CacheConfig,
+        origin: Origin | None = None,
+    ) -> None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._file = Path(path).open("w", buffering=1, newline="\n")  # noqa: SIM115 - close() closes it
+        self._write({**_FORMAT, **_plain(Trace(policy, scheduler, cache, origin=origin or Origin()))})
+
+    def step(self, part: Part, tokens: Mapping[str, int | Sequence[int]] | None = None) -> None:
+        """Write a step or a decode run.
+
+        Args:
+            part: The step's record, or the run.
+            tokens: Tokens that requests got from it by request id: one, or one for each step that served it.
+        """
+        got = {name: (new,) if isinstance(new, int) else tuple(new) for name, new in (tokens or {}).items()}
+        self._write(_line(part, got or None))
+
+    def queued(self, record: RequestRecord) -> None:
+        """Write a request that the scheduler got to know."""
+        self._write(TraceLine(queued=record))
+
+    def request(self, record: RequestRecord) -> None:
+        """Write a request that has ended or was refused."""
+        self._write(TraceLine(request=record))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _write(self, content: object) -> None:
+        self._file.write(_encoded(content))
+
+
+def save(trace: Trace, path: str | Path) -> Path:
+    """Write a whole trace; see `Trace.save`."""
+    path, head = Path(path), _plain(replace(trace, steps=(), requests=()))
+    lines = [{**_FORMAT, **head}, *map(_line, trace.parts), *(TraceLine(request=it) for it in trace.requests)]
+    text = "".join(map(_encoded, lines))
+    # No time inside, so that the same trace gives the same bytes.
+    write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
+    return path
+
+
+def load(path: str | Path) -> Trace:
+    """Read a trace that `Trace.save` or a `TraceWriter` wrote.
+
+    A last line that is cut off, as a kill of the writer leaves it, is left out with a warning.
+
+    Args:
+        path: The file; with the ending ".gz" it is decompressed.
+
+    Raises:
+        ValueError: It is no trace; the message names the file, the line and what is wrong there.
+    """
+    head, lines = _parsed(Path(path))
+    parts: list[Part] = []
+    records: list[RequestRecord] = []
+    unfinished: dict[str, int] = {}
+    seated: dict[str, float] = {}
+    preempted: Counter[str] = Counter()
+    got: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for line in lines:
+        if line.queued is not None:
+            unfinished[line.queued.id] = len(records)
+            records.append(line.queued)
+        if line.request is not None:
+            # A refused request may have the id of another one.
+            place = None if line.request.is_refused else unfinished.pop(line.request.id, None)
+            place = len(records) if place is None else place
+            records[place : place + 1] = [line.request]
+        part = line.run if line.step is None else line.step
+        if part is None:
+            continue
+        parts.append(part)
+        if isinstance(part, StepRecord):
+            preempted.update(part.plan.preempted)
+            for admission in part.plan.admitted:
+                seated.setdefault(admission.request.id, part.start)
+        ends = (part.end,) if isinstance(part, StepRecord) else part.ends
+        for request_id, tokens in (line.tokens or {}).items():
+            got[request_id] += zip(tokens, ends, strict=False)
+    for request_id, place in unfinished.items():
+        records[place] = replace(
+            records[place],
+            first_scheduled=seated.get(request_id),
+            tokens=tuple(token for token, _ in got[request_id]),
+            token_times=tuple(seconds for _, seconds in got[request_id]),
+            num_preemptions=preempted[request_id],
+        )
+    return replace(head, steps=Steps(parts), requests=tuple(records))
+
+
+def _parsed(path: Path) -> tuple[Trace, list[TraceLine]]:
+    """Return the header, as a trace without steps and requests, and the lines behind it."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: this is no whole gzip file: {error}") from error
+    *whole, rest = data.split(b"\n")
+    head: Trace | None = None
+    lines: list[TraceLine] = []
+    for number, line in enumerate([*whole, rest] if rest else whole, start=1):
+        try:
+            content = json.loads(line)
+            if head is not None:
+                lines.append(_checked(_read(TraceLine, content)))
+            elif isinstance(content, dict) and _FORMAT.items() <= content.items():
+                head = _read(Trace, {name: value for name, value in content.items() if name not in _FORMAT})
+            else:
+                raise ValueError(f"this is no header of a trace, which has {_FORMAT}")
+        except (ValueError, OverflowError, RecursionError) as error:
+            if head is None or number <= len(whole):
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            warnings.warn(f"{path}, line {number}: the line is cut off and left out", stacklevel=3)
+    if head is None:
+        raise ValueError(f"{path}: the file is empty; a trace begins with a header")
+    return head, lines
+
+
+def _checked(line: TraceLine) -> TraceLine:
+    for record in filter(None, (line.queued, line.request)):
+        if len(record.tokens) != len(record.token_times):
+            tokens, times = len(record.tokens), len(record.token_times)
+            raise ValueError(f"request {record.id!r} has {tokens} tokens and {times} token times")
+    if (run := line.run) is not None:
+        per_step, per_row = (run.durations, run.ends), (run.request_ids, run.seats, run.starts, run.num_steps)
+        for columns in (per_step, per_row, (run.taken_in, run.taken_by, run.blocks)):
+            if len(set(map(len, columns))) > 1:
+                raise ValueError(f"columns of the decode run have {[*map(len, columns)]} values")
+    return line
+
+
+def _line(part: Part, tokens: Mapping[str, tuple[int, ...]] | None = None) -> TraceLine:
+    return (
+        TraceLine(part, tokens=tokens) if isinstance(part, StepRecord) else TraceLine(run=part, tokens=tokens)
+    )
+
+
+def _encoded(content: object) -> str:
+    return json.dumps(content, default=_plain, separators=(",", ":")) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Return a dataclass as a dict of what is not its default, and a number of numpy's as Python's."""
+    if not is_dataclass(value):
+        return value.item()
+    given = {field.name: (getattr(value, field.name), field.default) for field in fields(value)}
+    return {name: item for name, (item, default) in given.items() if item != default}
+
+
+def _json_type(kind: Any) -> Any:
+    """Return the type that a value of some type has in parsed JSON."""
+    if is_dataclass(kind) or get_origin(kind) is Mapping:
+        return dict
+    return list if get_origin(kind) is tuple or hasattr(kind, "_fields") else kind
+
+
+def _read(kind: Any, value: Any) -> Any:
+    """Return a parsed JSON value as a value of a type.
+
+    Raises:
+        ValueError: It is none; the message says where and why.
+    """
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        fitting = [choice for choice in arguments if _json_type(choice) is type(value)]
+        return _read((fitting or arguments)[0], value)
+    if type(value) is not _json_type(kind) and (kind, type(value)) != (float, int):
+        raise ValueError(f"{reprlib.repr(value)} is no {getattr(kind, '__name__', kind)}")
+    if kind is float and not value < math.inf:
+        raise ValueError(f"{value} is no number of a trace")
+    if origin is Mapping:
+        return {name: _read(arguments[1], item) for name, item in value.items()}
+    if origin is tuple and arguments[-1] is ...:
+        each = arguments[0]
+        if each in (int, float) and {each}.issuperset(map(type, value)) and all(map(math.isfinite, value)):
+            return tuple(value)
+        return tuple([_read(each, item) for item in value])
+    if _json_type(kind) is list:
+        names = arguments or kind._fields
+        if len(names) != len(value):
+            raise ValueError(f"{reprlib.repr(value)} has {len(value)} values, not {len(names)}")
+        pairs = zip(names, value, strict=True)
+        return tuple([_read(each, item) for each, item in pairs]) if origin else _build(kind, pairs)
+    if is_dataclass(kind):
+        return _build(kind, value.items())
+    return float(value) if kind is float else value
+
+
+def _build(kind: Any, values: Iterable[tuple[str, Any]]) -> Any:
+    """Return a dataclass or a named tuple from parsed JSON values by name."""
+    given, hints = {}, _type_hints(kind)
+    for name, value in values:
+        if name not in hints:
+            raise ValueError(f"a {kind.__name__} has no {name!r}")
+        try:
+            given[name] = _read(hints[name], value)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    try:
+        return kind(**given)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
