@@ -40,6 +40,7 @@ lint: $(READY)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) tests/budget.py
 
 test: lint
 	$(CHECKED) $(PY) -m pytest -n 2 tests

@@ -1,50 +1,74 @@
 """Continuous batching: one scheduler and one block manager drive a real model and a simulator."""
 
 from importlib import import_module
-from typing import Any
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any
+
+# What type checkers read; a running program imports each name when it is first asked for.
+if TYPE_CHECKING:
+    from cbresearch.attention import PagedCache as PagedCache
+    from cbresearch.kv import BlockManager as BlockManager
+    from cbresearch.claims import Claims as Claims
+    from cbresearch.config import CacheConfig as CacheConfig
+    from cbresearch.config import Hardware as Hardware
+    from cbresearch.config import QueueLimits as QueueLimits
+    from cbresearch.config import SchedulerConfig as SchedulerConfig
+    from cbresearch.costs import CARDS as CARDS
+    from cbresearch.costs import Calibrated as Calibrated
+    from cbresearch.costs import Linear as Linear
+    from cbresearch.costs import Roofline as Roofline
+    from cbresearch.engine import Engine as Engine
+    from cbresearch.engine import ModelExecutor as ModelExecutor
+    from cbresearch.experiments.capacity import capacity as capacity
+    from cbresearch.experiments.compare import compare as compare
+    from cbresearch.experiments.compare import compare_simulated as compare_simulated
+    from cbresearch.experiments.sweep import sweep as sweep
+    from cbresearch.model_shape import ModelShape as ModelShape
+    from cbresearch.policies import Policy as Policy
+    from cbresearch.request import Refusal as Refusal
+    from cbresearch.request import Request as Request
+    from cbresearch.request import SamplingParams as SamplingParams
+    from cbresearch.request import parallel_samples as parallel_samples
+    from cbresearch.scheduler import Scheduler as Scheduler
+    from cbresearch.serve import Executor as Executor
+    from cbresearch.simulator import CostExecutor as CostExecutor
+    from cbresearch.simulator import replay as replay
+    from cbresearch.simulator import simulate as simulate
+    from cbresearch.trace import Trace as Trace
 
 _EXPORTS = {
-    "BlockManager": "blocks",
-    "CacheConfig": "config",
-    "Claims": "claims",
-    "Hardware": "config",
-    "ModelShape": "config",
-    "QueueLimits": "config",
-    "SchedulerConfig": "config",
-    "compare": "experiments",
-    "compare_simulated": "experiments",
-    "capacity": "experiments",
-    "sweep": "experiments",
-    "Engine": "engine",
-    "ModelExecutor": "engine",
-    "Policy": "policies",
-    "Refusal": "request",
-    "Request": "request",
-    "SamplingParams": "request",
-    "parallel_samples": "request",
-    "Scheduler": "scheduler",
-    "Executor": "serve",
-    "Linear": "costs",
-    "CostExecutor": "simulator",
-    "replay": "simulator",
-    "simulate": "simulator",
-    "Trace": "trace",
+    "attention": ("PagedCache",),
+    "blocks": ("BlockManager",),
+    "claims": ("Claims",),
+    "config": ("CacheConfig", "Hardware", "QueueLimits", "SchedulerConfig"),
+    "costs": ("CARDS", "Calibrated", "Linear", "Roofline"),
+    "engine": ("Engine", "ModelExecutor"),
+    "experiments": ("capacity", "compare", "compare_simulated", "sweep"),
+    "model_shape": ("ModelShape",),
+    "policies": ("Policy",),
+    "request": ("Refusal", "Request", "SamplingParams", "parallel_samples"),
+    "scheduler": ("Scheduler",),
+    "serve": ("Executor",),
+    "simulator": ("CostExecutor", "replay", "simulate"),
+    "trace": ("Trace",),
 }
+_HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
+_MODULES = [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
 
-_MODULES = ("experiments", "formulas", "metrics", "models", "policies", "simulator", "viz", "workloads")
-
-__all__ = list(_EXPORTS)
+__all__ = list(_HOMES)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import an exported name when it is first asked for: a simulation never loads a model library."""
+    """Import an exported name or a module when it is first asked for: a simulation never loads torch."""
+    if name in _HOMES:
+        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_EXPORTS[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted(
+        [*_HOMES, *_MODULES, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
+    )

@@ -1,8 +1,8 @@
 """Runs of equal decode steps, taken at once over the scheduler's public methods.
 
-A run begins where the next step decodes every running request and a policy promises that the steps behind it do
-the same (`Policy.fast_forward`). It ends where a request arrives or finds no block, or, if requests wait, finishes. The
-trace and the scheduler's state are those of stepping, bit for bit.
+A run begins where the next step decodes every running request and a policy promises that the steps behind it
+do the same (`Policy.fast_forward`). It ends where a request arrives or finds no block, or, if requests wait,
+finishes. The trace and the scheduler's state are those of stepping, bit for bit.
 """
 
 from bisect import bisect_left
@@ -97,7 +97,7 @@ class _Run:
 
     def __init__(self, scheduler: Scheduler, outlook: Outlook, batch: DecodeBatch, now: float) -> None:
         self.scheduler, self.outlook, self.batch, self.start = scheduler, outlook, batch, now
-        self.kv = scheduler.kv
+        self.kv, self.block_size = scheduler.kv, scheduler.kv.config.block_size
         self.notify = scheduler.on_scheduled
         self.first_step = scheduler.step
         order = batch.order
@@ -124,9 +124,7 @@ class _Run:
         self.events = NO_EVENTS
         self.done: list[RequestState] = []
 
-    def take(
-        self, until: float, passes_finishes: bool
-    ) -> tuple[DecodeRun, tuple[RequestState, ...]] | None:
+    def take(self, until: float, passes_finishes: bool) -> tuple[DecodeRun, tuple[RequestState, ...]] | None:
         """Take the steps."""
         batch = self.batch
         durations, self.ends, stretches = _forecast(
@@ -137,7 +135,7 @@ class _Run:
             self.start,
             until,
             passes_finishes,
-            (self.kv.num_free_blocks // len(batch.order) + 2) * self.kv.config.block_size,
+            (self.kv.num_free_blocks // len(batch.order) + 2) * self.block_size,
         )
         num_steps, closed = 0, batch.closed
         for stretch in stretches:
@@ -177,7 +175,7 @@ class _Run:
 
     def _take_blocks(self, offset: int, end: int, closed: str | None) -> int:
         """Give the rows the blocks that they need in some steps; return to which step these suffice."""
-        queue, lasts, size = self.queue, self.lasts, self.kv.config.block_size
+        kv, queue, lasts, size = self.kv, self.queue, self.lasts, self.block_size
         steps: list[int] = []
         places: list[int] = []
         while queue and queue[0][0] < end:
@@ -186,14 +184,14 @@ class _Run:
                 steps.append(step)
                 places.append(place)
                 queue.append((step + size, place))
-        num_free = self.kv.num_free_blocks
+        num_free = kv.num_free_blocks
         if len(steps) > num_free:
             end = steps[num_free]
             num_free = bisect_left(steps, end)
             del steps[num_free:], places[num_free:]
         if end == offset:
             return end
-        events = self.kv.take_events()
+        events = kv.take_events()
         if offset:
             self.freed.append((offset, events.freed))
         else:
@@ -204,7 +202,7 @@ class _Run:
         if steps:
             self.taken_in += steps
             self.taken_by += places
-            self.blocks += self.kv.append_blocks([self.request_ids[place] for place in places])
+            self.blocks += kv.append_blocks([self.request_ids[place] for place in places])
         self.scheduler.advance(end - offset, num_rows * (end - offset))
         return end
 
@@ -222,7 +220,11 @@ class _Run:
 
     def _catch_up(self, states: Iterable[RequestState], num_steps: int) -> None:
         """Bring the states of requests to where they are behind the first `num_steps` steps."""
-        tokens, last_step, notify = self.outlook.tokens(num_steps), self.first_step + num_steps - 1, self.notify
+        tokens, last_step, notify = (
+            self.outlook.tokens(num_steps),
+            self.first_step + num_steps - 1,
+            self.notify,
+        )
         times = self.ends if num_steps == len(self.ends) else self.ends[:num_steps]
         for state in states:
             state.decode(tokens, times, last_step)
@@ -253,7 +255,7 @@ def _forecast(
         most: Steps that are enough.
 
     Returns:
-        The seconds of each step, the seconds since the start of the run at which each ends, and the stretches.
+        Seconds of each step, seconds since the start of the run at which each ends, and the stretches.
     """
     order = sorted(range(len(lasts)), key=lasts.__getitem__)
     num_rows, num_padding = len(order), len(padding)

@@ -1,23 +1,27 @@
-"""A request: what a client asks for, and how far a server has come with it."""
+"""A request: what a client asks for, and its state in the scheduler."""
 
 import enum
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from numbers import Integral, Real
+from functools import partial
+from numbers import Integral
 from operator import index
 from typing import Any, NamedTuple
 
+from cbresearch.checks import check_numbers, count, real
+
 Prompt = str | int | tuple[int, ...]
+_LEAST_TEMPERATURE = 1e-3
 
 
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities by the model's own logits, before any sampling parameter.
 
     Attributes:
-        logprob: Of the token that was chosen.
+        logprob: Of the chosen token.
         top_ids: The most likely tokens, as many as were asked for, the most likely first.
-        top_logprobs: Theirs.
+        top_logprobs: Of each of `top_ids`.
     """
 
     logprob: float
@@ -37,7 +41,7 @@ class SamplingParams:
         top_k: Draw from so many of the most likely tokens; None from all.
         top_p: Draw from the fewest of the most likely tokens that have this probability together.
         min_p: Draw from the tokens that are at least this fraction as likely as the most likely one.
-        seed: Fixes what is drawn, whatever the request's company. Without one, the executor's seed and the
+        seed: Fixes what is drawn, whatever else is in the batch. Without one, the executor's seed and the
             request's id do.
         n: Number of answers to the prompt (see `parallel_samples`).
         repetition_penalty: Divides the logits above 0 of tokens that are in the prompt or the output, and
@@ -72,28 +76,24 @@ class SamplingParams:
     num_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        for name, least, most in _SAMPLING_NUMBERS:
-            value = getattr(self, name)
-            is_number = isinstance(value, Real) and not isinstance(value, bool)
-            if not is_number or not least <= value <= most:
-                raise ValueError(f"{name} is {value!r}; it must be a number from {least:g} to {most:g}")
-            object.__setattr__(self, name, float(value))
-        for name, least, most, optional in _SAMPLING_COUNTS:
-            value = getattr(self, name)
-            if value is None and optional:
-                continue
-            is_count = isinstance(value, Integral) and not isinstance(value, bool)
-            if not is_count or not least <= value <= most:
-                limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-                raise ValueError(f"{name} is {value!r}; it must be an integer {limits}")
-            object.__setattr__(self, name, int(value))
+        check_numbers(
+            self,
+            temperature=(0, 100),
+            top_p=(0, 1),
+            min_p=(0, 1),
+            repetition_penalty=(0, 100),
+            presence_penalty=(-100, 100),
+            frequency_penalty=(-100, 100),
+            seed=(0, math.inf),
+            # A typing error must not fill the memory with requests.
+            n=(1, 10_000),
+            num_logprobs=(0, math.inf),
+        )
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         if 0 < self.temperature < _LEAST_TEMPERATURE:
-            raise ValueError(
-                f"temperature is {self.temperature!r}; give at least {_LEAST_TEMPERATURE}, or 0 to take the "
-                "most likely token"
-            )
+            remedy = f"give at least {_LEAST_TEMPERATURE}, or 0 to take the most likely token"
+            raise ValueError(f"temperature is {self.temperature!r}; {remedy}")
         if self.top_p == 0 or self.repetition_penalty == 0:
             name = "repetition_penalty" if self.top_p else "top_p"
             raise ValueError(f"{name} is 0; it must be above 0, and 1 changes nothing")
@@ -102,7 +102,6 @@ class SamplingParams:
 
 
 def _checked_stop(stop: Any) -> tuple[str, ...]:
-    """Return the texts that end an output as a tuple, one text given alone as well."""
     try:
         texts = (stop,) if isinstance(stop, str) else tuple(stop)
     except TypeError:
@@ -114,35 +113,15 @@ def _checked_stop(stop: Any) -> tuple[str, ...]:
 
 
 def _checked_stop_token_ids(token_ids: Any) -> tuple[int, ...]:
-    """Return the tokens that end an output as plain ints."""
     try:
         given = tuple(token_ids)
-        kept = tuple(index(token) for token in given)
+        kept = tuple(map(index, given))
     except TypeError:
         raise ValueError(f"stop_token_ids is {token_ids!r}; give a list of token ids") from None
-    for token, value in zip(kept, given, strict=True):
-        if token < 0 or isinstance(value, bool):
-            raise ValueError(f"stop_token_ids has {value!r}; token ids are integers of at least 0")
+    for token in given:
+        if token < 0 or isinstance(token, bool):
+            raise ValueError(f"stop_token_ids has {token!r}; token ids are integers of at least 0")
     return kept
-
-
-_LEAST_TEMPERATURE = 1e-3
-_SAMPLING_NUMBERS = (
-    ("temperature", 0.0, 100.0),
-    ("top_p", 0.0, 1.0),
-    ("min_p", 0.0, 1.0),
-    ("repetition_penalty", 0.0, 100.0),
-    ("presence_penalty", -100.0, 100.0),
-    ("frequency_penalty", -100.0, 100.0),
-)
-_SAMPLING_COUNTS = (
-    ("top_k", 1, math.inf, True),
-    ("seed", 0, math.inf, True),
-    # A typing error must not fill the memory with requests.
-    ("n", 1, 10_000, False),
-    ("min_tokens", 0, math.inf, False),
-    ("num_logprobs", 0, math.inf, True),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,15 +136,15 @@ class Request:
         arrival: Seconds since the start of the run at which the request arrives.
         sampling: How output tokens are chosen.
         priority: Smaller is more urgent.
-        client: Who asks, for fair-share policies.
+        client: The client that sends the request, for fair-share policies.
         deadline: Seconds since the start of the run by which the answer is wanted.
         cache_salt: Requests share cached prefixes only with requests of the same salt; None is a salt too.
         group: Requests of one group and one prompt are parallel samples: they share the prompt's KV even
             without a prefix cache (see `parallel_samples`).
         predicted_output: Number of output tokens that a predictor expects; all that a policy may know.
         output_length: Number of output tokens after which the answer really ends, where it is known
-            beforehand (a trace, an earlier run). It is for the simulator, and a policy that reads it cheats;
-            equality ignores it.
+            beforehand (a trace, an earlier run). It is for the simulator: a policy that reads it cheats.
+            Equality ignores it.
 
     Raises:
         ValueError: A field is out of range; the message names the request, the value and the remedy.
@@ -187,20 +166,18 @@ class Request:
     def __post_init__(self) -> None:
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"a request's id is {self.id!r}; it must be a text that is not empty")
-        object.__setattr__(self, "prompt", _checked_prompt(self.id, self.prompt))
-        for name, optional in (("max_tokens", False), ("predicted_output", True), ("output_length", True)):
-            value = getattr(self, name)
-            if value is not None or not optional:
-                object.__setattr__(self, name, _checked_count(self.id, name, value))
-        for name, optional in (("arrival", False), ("deadline", True)):
-            seconds = getattr(self, name)
-            if seconds is not None or not optional:
-                object.__setattr__(self, name, _checked_seconds(self.id, name, seconds))
+        put, request = partial(object.__setattr__, self), f"request {self.id!r}"
+        put("prompt", _checked_prompt(request, self.prompt))
+        put("max_tokens", count(f"{request}: max_tokens", self.max_tokens))
+        put("arrival", real(f"{request}: arrival", self.arrival, unit="seconds"))
+        if self.deadline is not None:
+            put("deadline", real(f"{request}: deadline", self.deadline, unit="seconds"))
+        for name in ("predicted_output", "output_length"):
+            if (tokens := getattr(self, name)) is not None:
+                put(name, count(f"{request}: {name}", tokens))
         if self.sampling.min_tokens > self.max_tokens:
-            raise ValueError(
-                f"request {self.id!r}: min_tokens is {self.sampling.min_tokens}, over max_tokens of "
-                f"{self.max_tokens}"
-            )
+            least = self.sampling.min_tokens
+            raise ValueError(f"{request}: min_tokens is {least}, over max_tokens of {self.max_tokens}")
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -208,15 +185,14 @@ class Request:
         if isinstance(self.prompt, int):
             return self.prompt
         if isinstance(self.prompt, str):
-            raise ValueError(
-                f"request {self.id!r}: the prompt is text; workloads.resolve_prompts turns it into token ids"
-            )
+            remedy = "workloads.resolve_prompts turns it into token ids"
+            raise ValueError(f"request {self.id!r}: the prompt is text; {remedy}")
         return len(self.prompt)
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A request that was turned away, with the reason; it keeps its place in the results."""
+    """A rejected request, with the reason; it keeps its place in the results."""
 
     id: str
     error: str
@@ -239,14 +215,14 @@ def parallel_samples(request: Request, num_samples: int | None = None) -> tuple[
     the request has a seed, sample k has that seed + k.
 
     Args:
-        request: What is asked for.
-        num_samples: Number of answers; by default what the request's sampling says.
+        request: The request to repeat.
+        num_samples: Number of answers; by default `sampling.n` of the request.
 
     Raises:
         ValueError: The number is below 1.
     """
     sampling = request.sampling
-    count = _checked_count(request.id, "num_samples", sampling.n if num_samples is None else num_samples)
+    number = count(f"request {request.id!r}: num_samples", sampling.n if num_samples is None else num_samples)
     return tuple(
         replace(
             request,
@@ -254,19 +230,22 @@ def parallel_samples(request: Request, num_samples: int | None = None) -> tuple[
             group=request.id,
             sampling=replace(sampling, n=1, seed=None if sampling.seed is None else sampling.seed + place),
         )
-        for place in range(count)
+        for place in range(number)
     )
 
 
 def expand(requests: Iterable[Request | Refusal]) -> list[Request | Refusal]:
-    """Return the requests, with parallel samples in the place of each that wants more than one answer."""
+    """Return the requests, with parallel samples in the place of each that asks for more than one answer."""
     expanded: list[Request | Refusal] = []
     for request in requests:
-        wants_more = isinstance(request, Request) and request.sampling.n > 1
-        expanded += parallel_samples(request) if wants_more else [request]  # type: ignore[arg-type]
+        if isinstance(request, Request) and request.sampling.n > 1:
+            expanded += parallel_samples(request)
+        else:
+            expanded.append(request)
     return expanded
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RequestState:
     """A request on its way through the scheduler, which alone changes it; policies read it.
 
@@ -294,54 +273,32 @@ class RequestState:
         error: What it failed of, or None.
     """
 
-    __slots__ = (
-        "error",
-        "finish_reason",
-        "first_scheduled",
-        "id",
-        "logprobs",
-        "num_cached_tokens",
-        "num_transferred_tokens",
-        "num_computed_tokens",
-        "num_peak_computed_tokens",
-        "num_skipped_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "num_recomputed_tokens",
-        "num_tokens",
-        "order",
-        "output_token_ids",
-        "queued",
-        "request",
-        "scheduled_step",
-        "seat",
-        "status",
-        "token_times",
-    )
+    request: Request
+    order: int
+    queued: float = 0.0
+    id: str = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    num_tokens: int = field(init=False)
+    status: RequestStatus = RequestStatus.WAITING
+    seat: int | None = None
+    num_computed_tokens: int = 0
+    num_peak_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_recomputed_tokens: int = 0
+    num_skipped_tokens: int = 0
+    num_transferred_tokens: int = 0
+    num_preemptions: int = 0
+    output_token_ids: list[int] = field(default_factory=list)
+    token_times: list[float] = field(default_factory=list)
+    first_scheduled: float | None = None
+    scheduled_step: int = -1
+    finish_reason: str | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    error: str | None = None
 
-    def __init__(self, request: Request, order: int, queued: float = 0.0) -> None:
-        self.request = request
-        self.id = request.id
-        self.order = order
-        self.queued = queued
-        self.status = RequestStatus.WAITING
-        self.seat: int | None = None
-        self.num_prompt_tokens = request.num_prompt_tokens
-        self.num_tokens = self.num_prompt_tokens
-        self.num_computed_tokens = 0
-        self.num_peak_computed_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_recomputed_tokens = 0
-        self.num_skipped_tokens = 0
-        self.num_transferred_tokens = 0
-        self.num_preemptions = 0
-        self.output_token_ids: list[int] = []
-        self.token_times: list[float] = []
-        self.first_scheduled: float | None = None
-        self.scheduled_step = -1
-        self.finish_reason: str | None = None
-        self.logprobs: list[TokenLogprobs] = []
-        self.error: str | None = None
+    def __post_init__(self) -> None:
+        self.id = self.request.id
+        self.num_tokens = self.num_prompt_tokens = self.request.num_prompt_tokens
 
     def resume(self, transferred: "RequestState") -> None:
         """Go on where another scheduler stopped, with the KV that it computed."""
@@ -400,6 +357,46 @@ class RequestState:
         return self.num_computed_tokens - self.num_skipped_tokens
 
     @property
+    def arrival(self) -> float:
+        """Return the seconds since the start of the run at which the request arrived."""
+        return self.request.arrival
+
+    @property
+    def client(self) -> str:
+        """Return the client that sent the request."""
+        return self.request.client
+
+    @property
+    def priority(self) -> int:
+        """Return the request's priority; smaller is more urgent."""
+        return self.request.priority
+
+    @property
+    def deadline(self) -> float | None:
+        """Return the seconds since the start of the run by which the answer is wanted."""
+        return self.request.deadline
+
+    @property
+    def max_tokens(self) -> int:
+        """Return the largest number of output tokens."""
+        return self.request.max_tokens
+
+    @property
+    def prompt(self) -> Prompt:
+        """Return the prompt: token ids, or their number."""
+        return self.request.prompt
+
+    @property
+    def predicted_output(self) -> int | None:
+        """Return the number of output tokens that a predictor expects."""
+        return self.request.predicted_output
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Return how the output is chosen."""
+        return self.request.sampling
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """Return all known tokens, prompt and output; empty if of the prompt only the length is known."""
         prompt = self.request.prompt
@@ -456,43 +453,18 @@ class RequestState:
         )
 
 
-def _checked_count(request_id: str, name: str, value: Any) -> int:
-    """Return a count as a plain int, whatever integer type it came as."""
+def _checked_prompt(request: str, prompt: Any) -> Prompt:
+    if isinstance(prompt, str | Integral) and not isinstance(prompt, bool):
+        length = len(prompt) if isinstance(prompt, str) else int(prompt)
+        if length < 1:
+            raise ValueError(f"{request}: the prompt is {prompt!r}; give at least one token")
+        return prompt if isinstance(prompt, str) else length
     try:
-        count = None if isinstance(value, bool) else index(value)
-    except TypeError:
-        count = None
-    if count is None or count < 1:
-        raise ValueError(f"request {request_id!r}: {name} is {value!r}; it must be an integer of at least 1")
-    return count
-
-
-def _checked_seconds(request_id: str, name: str, value: Any) -> float:
-    """Return a time as a plain float, whatever number type it came as."""
-    try:
-        seconds = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-    except OverflowError:
-        seconds = math.inf
-    if not 0 <= seconds < math.inf:
-        raise ValueError(
-            f"request {request_id!r}: {name} is {value!r}; it must be a finite number of seconds, 0 or more"
-        )
-    return seconds
-
-
-def _checked_prompt(request_id: str, prompt: Prompt | Sequence[int]) -> Prompt:
-    if isinstance(prompt, Integral) and not isinstance(prompt, bool):
-        prompt = int(prompt)
-    if isinstance(prompt, str | int) and not isinstance(prompt, bool):
-        if not prompt or (isinstance(prompt, int) and prompt < 1):
-            raise ValueError(f"request {request_id!r}: the prompt is {prompt!r}; give at least one token")
-        return prompt
-    try:
-        token_ids = tuple(index(token) for token in prompt)  # type: ignore[union-attr]
+        token_ids = tuple(map(index, prompt))
     except TypeError:
         raise ValueError(
-            f"request {request_id!r}: the prompt is {prompt!r}; give text, a list of token ids, or a length"
+            f"{request}: the prompt is {prompt!r}; give text, a list of token ids, or a length"
         ) from None
     if not token_ids:
-        raise ValueError(f"request {request_id!r}: the prompt is empty; give at least one token")
+        raise ValueError(f"{request}: the prompt is empty; give at least one token")
     return token_ids

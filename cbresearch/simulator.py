@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.costs import CostModel, Linear, Recorded
+from cbresearch.costs import CostModel, Linear, Replayed
 from cbresearch.fast_forward import Outlook
 from cbresearch.policies import Policy
 from cbresearch.request import Refusal, Request, RequestState
@@ -241,18 +241,22 @@ def simulate(
 
 def _require_equal(fast: Trace, stepped: Trace) -> None:
     """Raise RuntimeError where a trace differs from that of the same run taken step by step."""
-    remedy = "set its `fast_forward` to False, or let no decision turn on the time, tokens served or free blocks"
+    remedy = (
+        "set its `fast_forward` to False, or let no decision turn on the time, tokens served or free blocks"
+    )
     for place, (one, other) in enumerate(zip(fast.steps, stepped.steps, strict=False)):
-        wrong = [field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)]
+        wrong = [
+            field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)
+        ]
         if wrong:
             raise RuntimeError(
-                f"policy {fast.policy!r} says fast_forward, but step {place} taken at once differs from the same "
-                f"step taken by itself in {', '.join(wrong)}: {one} instead of {other}; {remedy}"
+                f"policy {fast.policy!r} says fast_forward, but step {place} taken at once differs from the "
+                f"same step taken by itself in {', '.join(wrong)}: {one} instead of {other}; {remedy}"
             )
     if len(fast.steps) != len(stepped.steps) or fast.requests != stepped.requests:
         raise RuntimeError(
-            f"policy {fast.policy!r} says fast_forward, but {len(fast.steps)} steps taken at once differ from "
-            f"{len(stepped.steps)} steps taken one by one; {remedy}"
+            f"policy {fast.policy!r} says fast_forward, but {len(fast.steps)} steps taken at once differ "
+            f"from {len(stepped.steps)} steps taken one by one; {remedy}"
         )
 
 
@@ -280,7 +284,7 @@ def replay(
             again.append(Refusal(request.id, record.error or "", request.arrival))
         else:
             again.append(_with_known_end(request, record))
-    executor = CostExecutor(Recorded(step.duration for step in trace.steps), trace.outputs, _errors(trace))
+    executor = CostExecutor(Replayed(step.duration for step in trace.steps), trace.outputs, _errors(trace))
     served = Scheduler(policies.get(policy), trace.scheduler, trace.cache, step_time)
     repeated = serve(again, served, executor)
     pairs = zip(trace.requests, repeated.requests, strict=True)
@@ -324,9 +328,9 @@ def replan(
 ) -> Replan:
     """Plan each recorded step anew, on the clock of the recorded run: conformance for any engine.
 
-    Requests are queued at the times at which the recorded scheduler got to know them, and get the outputs that
-    they got then. Of another engine's run (`trace.origin`) the decisions are compared: the requests scheduled, in
-    their order, with their tokens, and those preempted; block ids are the engine's own.
+    Requests are queued at the times at which the recorded scheduler got to know them, and get the outputs
+    that they got then. Of another engine's run (`trace.origin`) the decisions are compared: the requests
+    scheduled, in their order, with their tokens, and those preempted; block ids are the engine's own.
 
     Args:
         trace: The recorded run.
@@ -334,8 +338,14 @@ def replan(
         step_time: Its step-time model, if it looks ahead with one.
 
     Raises:
-        ValueError: The policy is unknown.
+        ValueError: The policy is unknown; or it is a file that only the trace names, which may come from a
+            stranger: name it yourself to run it.
     """
+    if policy is None and ".py:" in trace.policy:
+        raise ValueError(
+            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say so by "
+            f"replan(trace, {trace.policy!r})"
+        )
     scheduler = Scheduler(policies.get(policy or trace.policy), trace.scheduler, trace.cache, step_time)
     executor = CostExecutor(UNIT_STEP, trace.outputs, _errors(trace))
     coming = _queued_requests(trace)

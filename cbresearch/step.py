@@ -1,4 +1,4 @@
-"""The records of one step: the plan, its result, the pool behind it, and many equal decode steps as one run."""
+"""The records of one step: its plan, its result, the pool behind it; and equal decode steps as one run."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping

@@ -59,7 +59,7 @@ def test_categories_are_those_of_the_trace_stacked_up_to_the_pool():
         requests, "fcfs", cost=COST, scheduler=SchedulerConfig(5, 32), cache=CacheConfig(24, 4, True)
     )
     (ax,) = viz.kv_categories(trace, time="step").axes
-    uses = list(trace.memory())
+    uses = list(metrics.memory(trace))
     total = np.zeros(len(uses))
     for name in ("token_states", "reserved", "internal", "external", "cached", "free"):
         expected = [getattr(use, name) for use in uses]
@@ -85,7 +85,7 @@ def test_categories_title_says_the_shares_that_the_metrics_give():
 def test_a_pool_far_larger_than_needed_is_cut_and_says_so():
     trace = simulate([Request("a", 4, 6)], "fcfs", cache=CacheConfig(1000, 4))
     (ax,) = viz.kv_categories(trace).axes
-    needed = max(trace.cache.num_tokens - use.free for use in trace.memory())
+    needed = max(trace.cache.num_tokens - use.free for use in metrics.memory(trace))
     assert needed < ax.get_ylim()[1] < 2 * needed
     assert [text.get_text() for text in ax.texts] == ["pool\n4,000 ↑"]
 

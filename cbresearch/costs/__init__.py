@@ -1,7 +1,7 @@
 """Step-time models: how many seconds a plan takes, without a model."""
 
 from cbresearch.costs.calibrated import FEATURES, Calibrated
-from cbresearch.costs.linear import CostModel, Linear, Recorded
+from cbresearch.costs.linear import CostModel, Linear, Replayed
 from cbresearch.costs.roofline import CARDS, Roofline
 
-__all__ = ["CARDS", "FEATURES", "Calibrated", "CostModel", "Linear", "Recorded", "Roofline"]
+__all__ = ["CARDS", "FEATURES", "Calibrated", "CostModel", "Linear", "Replayed", "Roofline"]

@@ -1,11 +1,12 @@
-"""A step time that is fitted to the steps of real runs, and says how well it fits and where it was fitted."""
+"""A step time fitted to the steps of real runs, with its error and the range that was seen."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from cbresearch.costs.linear import non_negative_fit
+from cbresearch.costs.linear import non_negative_fit, timed_plans
+from cbresearch.costs.roofline import num_query_key_pairs
 from cbresearch.step import Plan
 from cbresearch.trace import Trace
 
@@ -24,7 +25,7 @@ FEATURES = (
     "query-key pairs of chunks",
     "blocks moved",
 )
-"""What a step's seconds are a sum of, each times its coefficient."""
+"""The numbers of a step whose weighted sum is its seconds."""
 
 # A run may go beyond what was seen by this much before the fit is an extrapolation.
 _MARGIN = 1.25
@@ -36,11 +37,11 @@ class Calibrated:
 
     Attributes:
         coefficients: Seconds per unit of each of `FEATURES`.
-        largest: Of each feature, the largest value in a step of those runs.
-        held_out_error: Median relative error, without sign, of steps that the fit did not see.
-        held_out_bias: Their total predicted time over their total measured time, less 1.
-        num_fitted: Steps that the fit saw.
-        num_held_out: Steps that it did not.
+        largest: Largest value of each feature in a step of those runs.
+        held_out_error: Median relative error, without sign, of the steps held out of the fit.
+        held_out_bias: Total predicted time of the held-out steps over their total measured time, less 1.
+        num_fitted: Number of steps in the fit.
+        num_held_out: Number of steps held out.
         may_extrapolate: Predict steps beyond what was seen as well.
     """
 
@@ -56,13 +57,13 @@ class Calibrated:
         """Return the seconds that the plan takes.
 
         Raises:
-            ValueError: The step has more of something than the runs had, by over a quarter, and the cost may
-                not extrapolate.
+            ValueError: A feature of the step is over a quarter larger than in the runs, and the cost may not
+                extrapolate.
         """
         features = features_of(plan)
         if not self.may_extrapolate:
             for name, value, most in zip(FEATURES, features, self.largest, strict=True):
-                # Whoever saw no step of just so many tokens takes it for one of several.
+                # Without a step of just so many tokens in the fit, it counts as one of several tokens.
                 if value > _MARGIN * most and name not in _OF_FEW:
                     raise ValueError(
                         f"step {plan.step} has {value:g} {name}, and the runs that the cost was fitted to "
@@ -78,12 +79,12 @@ class Calibrated:
         rng: np.random.Generator | None = None,
         may_extrapolate: bool = False,
     ) -> "Calibrated":
-        """Fit the coefficients to measured steps, and try them on steps held out.
+        """Fit the coefficients to measured steps, and measure the errors on held-out steps.
 
         Args:
             traces: The runs.
-            hold_out: Share of the steps that the errors are measured on; the fit does not see them.
-            rng: Draws them; by default a generator seeded with 0.
+            hold_out: Share of the steps to hold out.
+            rng: Draws the held-out steps; by default a generator seeded with 0.
             may_extrapolate: Predict steps beyond what was seen as well.
 
         Raises:
@@ -91,15 +92,14 @@ class Calibrated:
         """
         if not 0 < hold_out < 1:
             raise ValueError(f"hold_out is {hold_out!r}; give a share between 0 and 1")
-        steps = [record for trace in traces for record in trace.steps if record.duration > 0]
-        if len(steps) < 2 * len(FEATURES):
+        plans, seconds = timed_plans(traces)
+        if len(plans) < 2 * len(FEATURES):
             raise ValueError(
-                f"{len(steps)} steps are too few to fit {len(FEATURES)} coefficients; give twice as many"
+                f"{len(plans)} steps are too few to fit {len(FEATURES)} coefficients; give twice as many"
             )
-        features = np.array([features_of(record.plan) for record in steps], dtype=np.float64)
-        seconds = np.array([record.duration for record in steps])
-        order = (rng or np.random.default_rng(0)).permutation(len(steps))
-        held, seen = np.split(order, [max(1, round(hold_out * len(steps)))])
+        features = np.array([features_of(plan) for plan in plans], dtype=np.float64)
+        order = (rng or np.random.default_rng(0)).permutation(len(plans))
+        held, seen = np.split(order, [max(1, round(hold_out * len(plans)))])
         coefficients = non_negative_fit(features[seen], seconds[seen])
         predicted = features[held] @ np.array(coefficients)
         return cls(
@@ -121,18 +121,15 @@ def features_of(plan: Plan) -> Sequence[float]:
     chunk_context = sum(entry.context_length for entry in chunks)
     return (
         1,
-        # A single row by a matrix is another routine than several: on a CPU a cheaper one by more than a row.
+        # A product of one row is another routine than one of several: on a CPU, cheaper by more than a row.
         int(num_tokens > 1),
-        # Several are computed in groups, so that few that do not fill one may be dearer than more that do.
+        # Rows are computed in groups: a few that do not fill one may cost more than several that do.
         *(int(num_tokens == number) for number in _FEW),
         num_decode_rows,
         sum(entry.num_tokens for entry in chunks),
         len(chunks),
         plan.num_context_tokens - chunk_context,
         chunk_context,
-        sum(
-            entry.num_tokens * entry.start + entry.num_tokens * (entry.num_tokens + 1) // 2
-            for entry in chunks
-        ),
+        num_query_key_pairs(chunks),
         len(plan.transfers),
     )

@@ -1,4 +1,4 @@
-"""A step time that is linear in tokens and contexts, and one that repeats what was recorded."""
+"""Step times that are linear in tokens and contexts, or replayed from an earlier run."""
 
 import math
 from collections.abc import Iterable
@@ -7,14 +7,15 @@ from typing import Protocol
 
 import numpy as np
 
+from cbresearch import names
 from cbresearch.step import Plan
 from cbresearch.trace import Trace
 
 
 class CostModel(Protocol):
-    """Something that predicts a step's duration in seconds.
+    """Predict a step's duration in seconds.
 
-    One that also has `durations`, as `Linear` does, lets the simulator take many steps at once.
+    A model that also has `durations`, as `Linear` does, lets the simulator take many steps at once.
     """
 
     def __call__(self, plan: Plan) -> float:
@@ -55,11 +56,11 @@ class Linear:
         return seconds + self.context * plan.num_context_tokens if self.context else seconds
 
     def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
-        """Return the seconds of a step that copies nothing, for policies that look ahead."""
+        """Return the seconds of a step without transfers, for policies that look ahead."""
         return self.step + self.token * num_tokens + self.context * num_context_tokens
 
     def durations(self, num_tokens: int, num_context_tokens: range) -> list[float]:
-        """Return the seconds of consecutive steps that copy nothing, the very numbers that their plans cost.
+        """Return the seconds of consecutive steps without transfers, exactly as their plans cost.
 
         Args:
             num_tokens: Tokens that each of them computes.
@@ -75,10 +76,14 @@ class Linear:
     def parse(cls, text: str) -> "Linear":
         """Read `linear:T0,T_TOKEN,T_CONTEXT,T_BLOCK`, in seconds; trailing terms may be left out.
 
+        The terms may be named as well: `linear:step=0.01,context=1e-7`.
+
         Raises:
             ValueError: The text is something else.
         """
         kind, _, numbers = text.partition(":")
+        if kind == "linear" and "=" in numbers:
+            return names.build("cost", text, {"linear": cls})
         try:
             values = [float(number) for number in numbers.split(",")]
         except ValueError:
@@ -102,18 +107,15 @@ class Linear:
         Raises:
             ValueError: There are fewer steps that took time than coefficients.
         """
-        steps = [record for trace in traces for record in trace.steps if record.duration > 0]
-        columns = [
-            [1.0, record.plan.num_tokens, record.plan.num_context_tokens][: 3 if context else 2]
-            for record in steps
-        ]
-        if len(steps) < (3 if context else 2):
-            raise ValueError(f"{len(steps)} steps are too few to fit a step time")
-        seconds = np.array([record.duration for record in steps])
-        return cls(*non_negative_fit(np.array(columns, dtype=np.float64), seconds))
+        plans, seconds = timed_plans(traces)
+        num_terms = 3 if context else 2
+        if len(plans) < num_terms:
+            raise ValueError(f"{len(plans)} steps are too few to fit a step time")
+        features = [(1.0, plan.num_tokens, plan.num_context_tokens)[:num_terms] for plan in plans]
+        return cls(*non_negative_fit(np.array(features, dtype=np.float64), seconds))
 
 
-class Recorded:
+class Replayed:
     """Replay the step durations of an earlier run, in order.
 
     Args:
@@ -132,6 +134,12 @@ class Recorded:
         if plan.step >= len(self.durations):
             raise ValueError(f"step {plan.step} was never recorded; the run had {len(self.durations)} steps")
         return self.durations[plan.step]
+
+
+def timed_plans(traces: Iterable[Trace]) -> tuple[list[Plan], np.ndarray]:
+    """Return the plans of the steps that took time, and the seconds that each took."""
+    steps = [record for trace in traces for record in trace.steps if record.duration > 0]
+    return [record.plan for record in steps], np.array([record.duration for record in steps])
 
 
 def non_negative_fit(features: np.ndarray, seconds: np.ndarray) -> list[float]:

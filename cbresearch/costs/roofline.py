@@ -1,13 +1,13 @@
 """A step time from a model's arithmetic and bytes, and a machine's peaks."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from cbresearch.config import Hardware, ModelShape
-from cbresearch.formulas import kv_bytes_per_token
-from cbresearch.step import Plan
+from cbresearch.checks import count, real
+from cbresearch.config import Hardware
+from cbresearch.model_shape import ModelShape
+from cbresearch.step import Plan, Scheduled
 
 CARDS: Mapping[str, Hardware] = MappingProxyType(
     {
@@ -22,6 +22,13 @@ CARDS: Mapping[str, Hardware] = MappingProxyType(
     }
 )
 """A few public cards by name."""
+
+
+def num_query_key_pairs(entries: Iterable[Scheduled]) -> int:
+    """Return the (query, key) pairs that causal attention computes: a query sees the tokens up to its own."""
+    return sum(
+        entry.num_tokens * entry.start + entry.num_tokens * (entry.num_tokens + 1) // 2 for entry in entries
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +66,8 @@ class Roofline:
         for name in ("flops_efficiency", "bandwidth_efficiency"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; it must be above 0 and at most 1")
-        if not 0 <= self.overhead < math.inf:
-            raise ValueError(f"overhead is {self.overhead!r}; give finite seconds, none negative")
-        if self.block_size < 1:
-            raise ValueError(f"block_size is {self.block_size!r}; it must be at least 1")
+        real("overhead", self.overhead, unit="seconds")
+        count("block_size", self.block_size)
         if self.shape.latent_dim is not None:
             raise ValueError("the roofline counts keys and values; this model caches latents")
 
@@ -72,20 +77,16 @@ class Roofline:
         Raises:
             ValueError: The plan swaps, and the hardware's `link_bandwidth` is unknown.
         """
-        # A query of a chunk attends to what was there and to the chunk up to itself.
-        num_pairs = sum(
-            entry.num_tokens * entry.start + entry.num_tokens * (entry.num_tokens + 1) // 2
-            for entry in plan.scheduled
-        ) + sum(row.context_length for row in plan.padding)
+        num_pairs = num_query_key_pairs(plan.scheduled) + sum(row.context_length for row in plan.padding)
         seconds = self._seconds(plan.num_tokens, plan.num_context_tokens, num_pairs)
         return seconds + self._transfer_seconds(plan) if plan.transfers else seconds
 
     def seconds(self, num_tokens: int, num_context_tokens: int) -> float:
-        """Return the seconds of a step that copies nothing and only decodes, for policies that look ahead."""
+        """Return the seconds of a step of decodes without transfers, for policies that look ahead."""
         return self._seconds(num_tokens, num_context_tokens, num_context_tokens)
 
     def durations(self, num_tokens: int, num_context_tokens: range) -> list[float]:
-        """Return the seconds of consecutive steps that only decode, the very numbers that their plans cost.
+        """Return the seconds of consecutive steps of decodes, exactly as their plans cost.
 
         Args:
             num_tokens: Tokens that each of them computes.
@@ -99,23 +100,17 @@ class Roofline:
         bandwidth = self.hardware.bandwidth * self.bandwidth_efficiency
         if not num_tokens:
             return self.overhead
-        linear = max(
-            2 * shape.num_parameters * num_tokens / flops,
-            shape.num_parameters * shape.dtype_bytes / bandwidth,
-        )
-        per_pair = (
-            2
-            * shape.num_layers
-            * shape.num_heads
-            * (shape.head_dim + (shape.value_head_dim or shape.head_dim))
-        )
+        weights = shape.num_parameters
+        linear = max(2 * weights * num_tokens / flops, weights * shape.dtype_bytes / bandwidth)
+        key_and_value_dim = shape.head_dim + (shape.value_head_dim or shape.head_dim)
+        per_pair = 2 * shape.num_layers * shape.num_heads * key_and_value_dim
         attention = max(
-            per_pair * num_pairs / flops, num_context_tokens * kv_bytes_per_token(shape) / bandwidth
+            per_pair * num_pairs / flops, num_context_tokens * shape.kv_bytes_per_token / bandwidth
         )
         return self.overhead + linear + attention
 
     def _transfer_seconds(self, plan: Plan) -> float:
-        block_bytes = kv_bytes_per_token(self.shape) * self.block_size
+        block_bytes = self.shape.kv_bytes_per_token * self.block_size
         num_copied = plan.num_transfers("copy")
         num_swapped = len(plan.transfers) - num_copied
         # A copy reads and writes the same memory.

@@ -13,13 +13,12 @@ from cbresearch import formulas, metrics
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.experiments.environment import environment, progress_bar
-from cbresearch.step import Plan
 from cbresearch.policies import Policy, get
 from cbresearch.request import Refusal, Request, expand
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve
 from cbresearch.simulator import CostExecutor, unlimited_cache, simulate
-from cbresearch.trace import RequestRecord, StepRecord, Trace, write_csv, write_json
+from cbresearch.trace import StepRecord, Trace, write_columns, write_json
 from cbresearch.workloads import load, resolve_prompts
 
 if TYPE_CHECKING:
@@ -79,9 +78,7 @@ class Comparison:
         return metrics.kpi_table(
             self.traces,
             self.bytes_per_token,
-            slo=self.slo,
-            price_per_hour=self.price_per_hour,
-            currency=self.currency,
+            metrics.Reporting(self.slo, self.price_per_hour, self.currency),
         )
 
     def frame(self) -> "pd.DataFrame":
@@ -127,20 +124,17 @@ class Comparison:
             folder / "results.json",
             {"environment": dict(self.environment), "runs": runs, "predictions": predictions},
         )
-        requests = [
-            {"policy": policy, **record.row()}
-            for policy, trace in self.traces.items()
-            for record in trace.requests
-        ]
-        write_csv(folder / "requests.csv", ("policy", *RequestRecord("", 0.0).row()), requests)
-        steps = [
-            {"policy": policy, **step.row()} for policy, trace in self.traces.items() for step in trace.steps
-        ]
-        no_step = StepRecord(0.0, 0.0, Plan(0, ()), (), 0, 0, 0, 0, 0)
-        write_csv(folder / "steps.csv", ("policy", *no_step.row()), steps)
+        write_columns(
+            folder / "requests.csv", {name: run.request_columns for name, run in self.traces.items()}, "policy"
+        )
+        write_columns(
+            folder / "steps.csv", {name: run.step_columns for name, run in self.traces.items()}, "policy"
+        )
 
     def _summary(self, trace: Trace) -> dict[str, float | int | None]:
-        return metrics.summary(trace, self.bytes_per_token, slo=self.slo, price_per_hour=self.price_per_hour)
+        return metrics.summary(
+            trace, self.bytes_per_token, metrics.Reporting(self.slo, self.price_per_hour, self.currency)
+        )
 
 
 def compare(

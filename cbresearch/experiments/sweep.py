@@ -20,9 +20,10 @@ from cbresearch.experiments.fingerprint import digest, file_digest, package_dige
 from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, refuse_twice, run_all
 from cbresearch.experiments.store import RunStore
 from cbresearch.metrics import Slo, mean_interval
-from cbresearch.policies import Policy, get, suggestion
+from cbresearch.names import suggestion
+from cbresearch.policies import Policy, get
 from cbresearch.simulator import UNIT_STEP
-from cbresearch.trace import write_csv, write_json
+from cbresearch.trace import write_json, write_whole
 from cbresearch.workloads import find
 
 if TYPE_CHECKING:
@@ -135,9 +136,13 @@ class SweepResult:
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write `runs.csv` and `results.json` into a folder, each whole or not at all."""
+        import pandas as pd
+
         folder = Path(folder)
         rows = [run.row() for run in self.runs]
-        write_csv(folder / "runs.csv", self.columns, rows)
+        # As objects, so that a missing count does not turn the others into floats.
+        table = pd.DataFrame(rows, columns=list(self.columns), dtype=object)
+        write_whole(folder / "runs.csv", table.to_csv(index=False, lineterminator="\n"))
         write_json(folder / "results.json", {"environment": dict(self.environment), "runs": rows})
 
 

@@ -41,8 +41,8 @@ def reserved_tokens(request: Request, reservation: str, max_model_len: int | Non
         raise ValueError(f"reservation {reservation!r} is not known; choose max, pow2 or oracle")
     if max_model_len is None:
         raise ValueError(
-            "reservation 'max' reserves the longest context for every request, but max_model_len is None; set "
-            "SchedulerConfig.max_model_len"
+            "reservation 'max' reserves the longest context for every request, but max_model_len is None; "
+            "set SchedulerConfig.max_model_len"
         )
     return max(needed, max_model_len)
 
@@ -135,7 +135,6 @@ class BuddyAllocator:
             for left, right in pairwise(sorted(free))
         ), "two free buddies are not merged"
         assert self.num_free_blocks == sum(1 << order for _, order in free), "free blocks are miscounted"
-
 
 
 class ContiguousKV:

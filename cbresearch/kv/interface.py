@@ -152,11 +152,10 @@ class EventLog:
         lists = self._lists()
         if not any(lists):
             return NO_EVENTS
-        events = BlockEvents(*map(tuple, lists))  # type: ignore[arg-type]
+        events = BlockEvents(*map(tuple, lists))
         for happened in lists:
             happened.clear()
         return events
 
     def _lists(self) -> tuple[list[Any], ...]:
         return self.cached, self.evicted, self.freed, self.released, self.host_held, self.host_freed
-

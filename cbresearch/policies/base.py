@@ -126,7 +126,7 @@ class Policy:
     def displace(
         self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
     ) -> RequestState | None:
-        """Choose a running request to preempt for a newcomer that finds no seat or no blocks; None lets it wait.
+        """Choose a running request to preempt for a newcomer that finds no seat or block; None lets it wait.
 
         Asked again without the request that it chose, until there is room; only then are they preempted. The
         candidates leave out requests that joined in this step or were preempted too often already.

@@ -10,14 +10,14 @@ from cbresearch.request import RequestState
 class Static(Policy):
     """Request-level batching, as in FasterTransformer or `generate` on a padded batch.
 
-    The seats are filled only when all are empty. All prompts are computed before anyone decodes, and a
+    The seats are filled only when all are empty. All prompts are computed before any request decodes, and a
     finished request keeps its seat, its blocks and its row until the longest request is done. A batch that a
-    small token budget fills over several steps ends early if all who joined so far are done. Such a server
+    small token budget fills over several steps ends early if all its requests so far are done. Such a server
     reserves memory for the longest output, which is left to `CacheConfig.reservation`.
 
     Args:
-        release: Let finished rows leave at once; still nobody joins.
-        wait: Seconds for which a batch is gathered from its first request on, unless it is full before.
+        release: Let finished rows leave at once; no request joins in their place.
+        wait: Seconds for which a batch is gathered after its first request arrives, unless it is full before.
     """
 
     name = "static"
@@ -31,7 +31,7 @@ class Static(Policy):
         self.wait = wait
 
     def begin(self) -> None:
-        """Fill no batch."""
+        """Start without a batch to fill."""
         self._joining: list[RequestState] = []
 
     def wakes(self, view: View) -> float | None:
@@ -47,21 +47,21 @@ class Static(Policy):
             self._joining = list(islice(queued(view), view.max_num_seqs))
         yield from whole([request for request in view.running if request.is_prefill])
         yield from whole([request for request in self._joining if request.seat is None])
-        # Resumed with budget left: whoever is still outside did not fit the pool, so the batch is closed.
+        # Resumed with budget left: what has no seat yet did not fit the pool, so the batch is closed.
         self._joining = []
         if view.token_budget == view.max_num_batched_tokens:
             yield from whole(in_turn(view))
 
 
 class PrefillFirst(Policy):
-    """Prompts before decodes, never both in one step, and none while anyone is swapped out, as in vLLM v0."""
+    """Prompts before decodes, never both in one step; none while a request is swapped out, as in vLLM v0."""
 
     name = "prefill_first"
     source = "vLLM v0 (SOSP'23), without its watermark"
     fast_forward = True
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose prompts; decodes only if no prompt could be served."""
+        """Propose prompts; decodes only if no prompt could be scheduled."""
         yield from whole([request for request in view.running if request.is_prefill])
         if not any(True for _ in view.swapped):
             yield from joining(view, view.waiting)

@@ -12,42 +12,42 @@ class Charging(Policy):
 
     def begin(self) -> None:
         """Clear all accounts."""
-        self._told: dict[str, int] = {}
-        self._waited: list[RequestState] = []
+        self._charged: dict[str, int] = {}
+        self._waiting: list[RequestState] = []
 
     def charge(self, client: str, num_outputs: int) -> None:
-        """Take note that a client was given output tokens."""
+        """Charge a client for output tokens."""
 
-    def comes(self, client: str, others: Iterable[str]) -> None:
-        """Take note that a client waits who did not; others do already."""
+    def on_client_active(self, client: str, active: Iterable[str]) -> None:
+        """Note that a client without waiting requests now has one; the `active` clients had some before."""
 
     def served(self, request: RequestState, num_tokens: int) -> None:
-        """Charge the output tokens that are new; a part of a prompt yields none."""
-        new = request.num_output_tokens - self._told.pop(request.id, 0)
+        """Charge the output tokens that are new; a chunk of a prompt yields none."""
+        new = request.num_output_tokens - self._charged.pop(request.id, 0)
         if request.finish_reason is None:
-            self._told[request.id] = request.num_output_tokens
+            self._charged[request.id] = request.num_output_tokens
         self.charge(request.client, new)
 
-    def queues(self, view: View) -> dict[str, list[RequestState]]:
-        """Return who waits, by client."""
-        left = (state for state in self._waited if state.seat is None and state.finish_reason is None)
-        known = {state.client for state in left}
-        self._waited = list(queued(view))
-        queues: dict[str, list[RequestState]] = {}
-        for state in self._waited:
-            client = state.client
-            if client not in known:
-                self.comes(client, known)
-                known.add(client)
-            queues.setdefault(client, []).append(state)
-        return queues
+    def group_waiting_by_client(self, view: View) -> dict[str, list[RequestState]]:
+        """Return each client's waiting requests in order; calls `on_client_active` for new clients."""
+        still = [one for one in self._waiting if one.seat is None and one.finish_reason is None]
+        active = {request.client for request in still}
+        self._waiting = list(queued(view))
+        groups: dict[str, list[RequestState]] = {}
+        for request in self._waiting:
+            if request.client not in active:
+                self.on_client_active(request.client, active)
+                active.add(request.client)
+            groups.setdefault(request.client, []).append(request)
+        return groups
 
 
 class VirtualTokenCounter(Charging):
-    """Serve the client that has been served least; nobody is admitted past the first who does not fit.
+    """Serve the client that has been served least; a request that does not fit ends the admission.
 
-    A client's counter grows with each prompt when it is admitted and with each output token. A client of whom
-    nobody waited is lifted to the least counter among those who wait, so that it cannot save up.
+    A client's counter grows with each prompt when it is admitted and with each output token. When a client
+    without waiting requests sends one, its counter is lifted to the least counter among the clients that have
+    requests waiting, so that it cannot save up.
 
     Args:
         prompt_weight: What a prompt token counts.
@@ -68,9 +68,9 @@ class VirtualTokenCounter(Charging):
         self.counters: defaultdict[str, float] = defaultdict(float)
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose whoever runs, then the head of the least served client's queue, again and again."""
+        """Propose the running requests, then the head of the least served client's queue, repeatedly."""
         yield from whole(in_turn(view))
-        queues = self.queues(view)
+        queues = self.group_waiting_by_client(view)
         while queues and view.admitting:
             client = min(queues, key=lambda name: (self.counters[name], name))
             head = queues[client].pop(0)
@@ -85,18 +85,18 @@ class VirtualTokenCounter(Charging):
         """Count output tokens."""
         self.counters[client] += self.output_weight * num_outputs
 
-    def comes(self, client: str, others: Iterable[str]) -> None:
+    def on_client_active(self, client: str, active: Iterable[str]) -> None:
         """Lift the client's counter."""
-        least = min((self.counters[other] for other in others), default=0.0)
+        least = min((self.counters[other] for other in active), default=0.0)
         self.counters[client] = max(self.counters[client], least)
 
 
 class DeficitLongestPrefix(Charging):
     """Longest cached prefix first, among clients that have credit left.
 
-    Uncached prompt tokens are charged at an admission and output tokens as they come; what a preemption makes
-    to be computed again is charged again. When no client that waits has credit, each of them gets a quantum.
-    That an account may fall below 0, by one request at a time, is an interpretation.
+    Uncached prompt tokens are charged at an admission and output tokens as they come; tokens recomputed after
+    a preemption are charged again. When no client with waiting requests has credit, each such client gets a
+    quantum. That an account may fall below 0, by one request at a time, is an interpretation.
 
     Args:
         quantum: Tokens of credit at a time.
@@ -110,12 +110,12 @@ class DeficitLongestPrefix(Charging):
         self.quantum = quantum
 
     def begin(self) -> None:
-        """Give nobody credit."""
+        """Set all credit to 0."""
         super().begin()
         self.credit: defaultdict[str, int] = defaultdict(int)
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose whoever runs, then the longest cached prefix of a client with credit, again and again."""
+        """Propose the running requests, then the longest cached prefix of clients with credit, repeatedly."""
         yield from whole(in_turn(view))
         waiting = by_cached_prefix(view, queued(view)) if view.admitting else []
         while waiting and view.admitting:
@@ -126,7 +126,7 @@ class DeficitLongestPrefix(Charging):
             waiting.remove(head)
             yield head, head.num_pending_tokens
             if head.seat is not None:
-                self.credit[head.request.client] -= head.num_pending_tokens
+                self.credit[head.client] -= head.num_pending_tokens
 
     def charge(self, client: str, num_outputs: int) -> None:
         """Charge output tokens."""
@@ -136,8 +136,8 @@ class DeficitLongestPrefix(Charging):
 class LongestPrefixMatch(Policy):
     """Admit the longest cached prefix first; a queue that is long is served in its order.
 
-    Whoever has little cached, but shares a prefix with another who waits, is better off behind that one: the
-    first of each such pair goes ahead, the others find it cached.
+    A request that has little cached, but shares a prefix with another waiting one, is better off behind it:
+    the first of each such group goes ahead, the others find the prefix cached.
 
     Args:
         most: Length of the queue beyond which prefixes are not looked up.
@@ -153,7 +153,7 @@ class LongestPrefixMatch(Policy):
         self.most, self.shared = most, shared
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose whoever runs, then the queue by cached prefix."""
+        """Propose the running requests, then the queue by cached prefix."""
         yield from whole(in_turn(view))
         waiting = list(queued(view)) if view.admitting else []
         if len(waiting) <= self.most:
@@ -161,7 +161,7 @@ class LongestPrefixMatch(Policy):
         yield from joining(view, waiting)
 
     def in_order(self, view: View, waiting: Iterable[RequestState]) -> list[RequestState]:
-        """Return the queue by cached prefix, with those behind that may find more cached later."""
+        """Return the queue by cached prefix, with the requests last that may find more cached later."""
         seen: set[tuple[int, ...]] = set()
         ahead: list[RequestState] = []
         behind: list[RequestState] = []

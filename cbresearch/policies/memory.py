@@ -1,4 +1,4 @@
-"""Admission by predicted memory: how many may join without running out of blocks later."""
+"""Admission by predicted memory: how many requests may join without running out of blocks later."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -8,14 +8,14 @@ from cbresearch.request import RequestState
 
 
 class Admitting(Policy):
-    """First come, first served, with a rule for who may join; alone in the pool, everyone may."""
+    """First come, first served, with a rule for admission; a request alone in the pool is always admitted."""
 
     def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
-        """Return whether these may share the pool: who runs or joined in this step, and last the newcomer."""
+        """Return whether requests may share the pool: all that run or just joined, and last the new one."""
         raise NotImplementedError
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose whoever runs, then the queue until the rule refuses one."""
+        """Propose the running requests, then the queue until the rule refuses one."""
         yield from whole(in_turn(view))
         for request in queued(view):
             if not view.admitting or (view.running and not self.fits(view, (*view.running, request))):
@@ -24,10 +24,10 @@ class Admitting(Policy):
 
 
 class NoEvict(Admitting):
-    """Admit only who can finish without ever evicting anyone.
+    """Admit a request only if all can finish without a preemption.
 
-    Prompt and `max_tokens` of everyone who runs, in whole blocks, must fit the pool. The last token counts
-    for nothing, since its KV is never needed.
+    Prompt and `max_tokens` of every running request, in whole blocks, must fit the pool. The last token does
+    not count, since its KV is never needed.
     """
 
     name = "no_evict"
@@ -36,29 +36,18 @@ class NoEvict(Admitting):
     fast_forward = True
 
     def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
-        """Return whether all could grow to their longest."""
-        longest = (state.num_prompt_tokens + state.max_tokens - 1 for state in requests)
+        """Return whether all requests could grow to their longest."""
+        longest = (request.num_prompt_tokens + request.max_tokens - 1 for request in requests)
         return sum(-(-tokens // view.block_size) for tokens in longest) <= view.num_blocks
-
-
-class MaxUtilization(Policy):
-    """Admit whoever fits now, and pause the latest when memory runs out.
-
-    That is what `fcfs` does; the name stands beside `no_evict` in comparisons.
-    """
-
-    name = "max_utilization"
-    family = "memory"
-    source = "TensorRT-LLM, MAX_UTILIZATION"
-    fast_forward = True
 
 
 class PastFuture(Admitting):
     """Admit while the peak of the predicted memory stays below the pool.
 
     With (held, left) sorted by tokens left, descending, the memory when the i-th ends is left_i · i +
-    Σ_{j≤i} held_j. The paper draws what is left from the past outputs that were longer than what is generated
-    already; here it is their mean, so that a run needs no chance, and without any what `max_tokens` leaves.
+    Σ_{j≤i} held_j. The paper draws the tokens left from the past outputs that were longer than what is
+    generated already; here they are the mean of these, so that a run needs no random numbers, and without any
+    past output what `max_tokens` leaves.
 
     Args:
         reserved: Share of the pool to keep free.
@@ -84,16 +73,16 @@ class PastFuture(Admitting):
         return min(most, sum(longer) / len(longer) - done) if longer else most
 
     def peak(self, requests: Sequence[RequestState]) -> float:
-        """Return the most tokens that these are expected ever to hold together."""
+        """Return the most tokens that the requests are expected ever to hold together."""
         held, peak = 0, 0.0
-        loads = sorted(((self.left(state), state.num_tokens) for state in requests), reverse=True)
+        loads = sorted(((self.left(request), request.num_tokens) for request in requests), reverse=True)
         for place, (left, tokens) in enumerate(loads, start=1):
             held += tokens
             peak = max(peak, left * place + held)
         return peak
 
     def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
-        """Return whether the predicted peak does."""
+        """Return whether the predicted peak fits the pool."""
         return self.peak(requests) < (1 - self.reserved) * view.num_blocks * view.block_size
 
     def served(self, request: RequestState, num_tokens: int) -> None:
@@ -103,12 +92,12 @@ class PastFuture(Admitting):
 
 
 class NewTokenRatio(Admitting):
-    """Reserve a share of what each may still generate, a share that falls while memory suffices.
+    """Reserve a share of what each request may still generate, a share that falls while memory suffices.
 
-    The share falls linearly over `decay` steps to 0.14 times its start. When somebody has to be retracted, it
-    becomes (tokens generated + 20 a request)/(`max_tokens`), summed over those who stay, at most 1; when
-    nobody runs, it begins anew. A newcomer counts with all that it may generate. Whoever has generated least
-    is retracted first, of equals the longest prompt.
+    The share falls linearly over `decay` steps to 0.14 times its start. At a retraction it becomes
+    (tokens generated + 20 a request)/(`max_tokens`), summed over the requests that stay, at most 1;
+    when no request runs, it begins anew. A waiting request counts with all that it may generate. Retracted is
+    the request that has generated least, of equals the one with the longest prompt.
 
     Args:
         ratio: The share at the start.
@@ -133,15 +122,15 @@ class NewTokenRatio(Admitting):
         yield from super().propose(view)
 
     def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
-        """Return whether everyone's tokens do, and what is reserved for them."""
-        *left, new = (min(state.max_tokens - state.num_output_tokens, 4096) for state in requests)
-        held = sum(state.num_tokens for state in requests)
+        """Return whether the tokens of all requests fit the pool, and what is reserved for them."""
+        *left, new = (min(request.max_tokens - request.num_output_tokens, 4096) for request in requests)
+        held = sum(request.num_tokens for request in requests)
         return held + self.share * sum(left) + new <= view.num_blocks * view.block_size
 
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
-        """Choose who has generated least, of equals the longest prompt."""
-        loser = min(candidates, key=lambda state: (state.num_output_tokens, -state.num_tokens, -state.order))
-        stay = [state for state in view.running if state is not loser]
-        generated = sum(state.num_output_tokens + 20 for state in stay)
-        self.share = min(1.0, generated / (1 + sum(state.max_tokens for state in stay)))
-        return loser
+        """Choose the request that has generated least, of equals the one with the longest prompt."""
+        victim = min(candidates, key=lambda one: (one.num_output_tokens, -one.num_tokens, -one.order))
+        stay = [request for request in view.running if request is not victim]
+        generated = sum(request.num_output_tokens + 20 for request in stay)
+        self.share = min(1.0, generated / (1 + sum(request.max_tokens for request in stay)))
+        return victim

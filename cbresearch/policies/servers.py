@@ -1,4 +1,4 @@
-"""The batching of published servers: Orca, vLLM, Sarathi-Serve, DeepSpeed-FastGen."""
+"""The batching of published servers: Orca, vLLM, Sarathi-Serve."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ class Orca(Admitting):
     """Iteration-level batching that reserves each request's KV slots when it joins.
 
     The slots are counted in whole blocks, not laid out: `CacheConfig.reservation` lays them out in contiguous
-    runs as well. Orca itself reserves `max_tokens`, "pow2" and "oracle" are the baselines of the vLLM paper.
+    runs as well. Orca itself reserves `max_tokens`; "pow2" and "oracle" are the baselines of the vLLM paper.
     It computes every prompt in one step, so its token budget is large.
 
     Args:
@@ -28,7 +28,7 @@ class Orca(Admitting):
         if reserve not in ("max", "pow2", "oracle"):
             raise ValueError(f"orca: reserve is {reserve!r}; choose max, pow2 or oracle")
         self.reserve = reserve
-        # What a prediction reserves grows once the output is longer, and another reason may then refuse.
+        # A reservation by prediction grows once the output is longer, and another reason may then refuse.
         self.fast_forward = reserve == "max"
 
     def num_slots(self, request: RequestState) -> int:
@@ -41,14 +41,14 @@ class Orca(Admitting):
         return request.num_prompt_tokens + output
 
     def fits(self, view: View, requests: Sequence[RequestState]) -> bool:
-        """Return whether everyone's reservation fits the pool."""
-        return sum(-(-self.num_slots(state) // view.block_size) for state in requests) <= view.num_blocks
+        """Return whether the reservations of all requests fit the pool."""
+        return sum(-(-self.num_slots(request) // view.block_size) for request in requests) <= view.num_blocks
 
 
 class VllmV0(Policy):
-    """Prompts before decodes, admitted above a watermark of free blocks; the latest comer makes room.
+    """Prompts before decodes, admitted above a watermark of free blocks; the latest admitted is preempted.
 
-    Nobody joins while anyone is swapped out. A prompt longer than the token budget is cut, which vLLM v0 did
+    No request joins while one is swapped out. A prompt longer than the token budget is cut, which vLLM v0 did
     not do unless asked; without `chunked_prefill` none is.
 
     Args:
@@ -64,7 +64,7 @@ class VllmV0(Policy):
         self.swap, self.watermark = swap, watermark
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose prompts; only if none could be served decodes, and then those to be swapped in."""
+        """Propose prompts; if none could be scheduled, decodes and then requests to be swapped in."""
         yield from whole([request for request in view.running if request.is_prefill])
         if not any(True for _ in view.swapped):
             for request in view.waiting:
@@ -85,7 +85,8 @@ class VllmV0(Policy):
 class Sarathi(Policy):
     """Decodes first, then prompts under way, then new ones, cut to the token budget.
 
-    No decode waits for a prompt longer than what the budget leaves beside it.
+    No decode waits for a prompt longer than what the budget leaves beside it. Dynamic SplitFuse, published at
+    the same time, has this order too: there the budget is the step size at which throughput levels off.
     """
 
     name = "sarathi"
@@ -100,26 +101,15 @@ class Sarathi(Policy):
         yield from joining(view, queued(view))
 
 
-class SplitFuse(Sarathi):
-    """Every step takes exactly the token budget: long prompts are split, short ones are put together.
-
-    Who is served is Sarathi's order, published at the same time. What differs is the budget's purpose: there
-    it bounds the time between tokens, here it is the step size at which throughput levels off.
-    """
-
-    name = "splitfuse"
-    source = "Dynamic SplitFuse (DeepSpeed-FastGen, 2024)"
-    fast_forward = True
-
-
 class VllmV1(Policy):
     """Running requests in their order, then the queue, under one token budget, as in vLLM v1.
 
-    There are no phases: everyone wants all that is pending, so a prompt is cut where the budget ends. Nobody
-    joins in a step that preempts. Swapped requests, which vLLM v1 has not, come back before others join.
+    There are no phases: each request is scheduled with all that it has pending, so a prompt is cut where the
+    budget ends. No request joins in a step that preempts. Swapped requests, which vLLM v1 does not have, come
+    back before others join.
 
     Args:
-        priority: Take the queue by (priority, arrival), and as victim the last in that order.
+        priority: Take the queue by (priority, arrival), and preempt the last in that order.
     """
 
     name = "vllm_v1"
@@ -131,21 +121,21 @@ class VllmV1(Policy):
         self.name = "vllm_v1:priority" if priority else "vllm_v1"
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose whoever runs, then whoever waits."""
+        """Propose the running requests, then the waiting ones."""
         for request in view.running:
             if request.seat is None:
                 continue
             yield request, request.num_pending_tokens
             if request.seat is None:
-                # It had to make room itself: whoever comes behind it is not served in this step.
+                # It was preempted for itself: the requests behind it are not scheduled in this step.
                 return
         waiting = queued(view)
         yield from joining(view, sorted(waiting, key=_urgency) if self._by_priority else waiting)
 
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
-        """Choose the latest comer, or the least urgent."""
+        """Choose the latest admitted request, or the least urgent."""
         return max(candidates, key=_urgency) if self._by_priority else candidates[-1]
 
 
-def _urgency(state: RequestState) -> tuple[int, float, int]:
-    return state.priority, state.arrival, state.order
+def _urgency(request: RequestState) -> tuple[int, float, int]:
+    return request.priority, request.arrival, request.order

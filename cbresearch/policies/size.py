@@ -1,4 +1,4 @@
-"""Size-based orders: who is expected to be done soonest."""
+"""Size-based orders: the request that is expected to be done soonest goes first."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,20 +20,20 @@ class ShortestJobFirst(Policy):
     fast_forward = True
 
     def rank(self, view: View, request: RequestState) -> float:
-        """Return what the queue is sorted by, least first."""
+        """Return the key by which the queue is sorted, least first."""
         return request.predicted_remaining
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose whoever runs, then the queue from short to long."""
+        """Propose the running requests, then the queue from short to long."""
         yield from whole(in_turn(view))
         queue = queued(view) if view.admitting else ()
         yield from joining(view, sorted(queue, key=lambda state: (self.rank(view, state), state.order)))
 
 
 class HighestResponseRatioNext(ShortestJobFirst):
-    """Admit by (time waited + size)/size, so that a long request that waits overtakes short newcomers.
+    """Admit by (time waited + size)/size, so that a long request that waits overtakes short new ones.
 
-    The size is the predicted output times `token_seconds`. SGLang's variant takes the uncached prompt for it.
+    The size is the predicted output times `token_seconds`; in SGLang's variant it is the uncached prompt.
 
     Args:
         token_seconds: Seconds that a token of output takes, to compare sizes with waiting times.
@@ -52,7 +52,7 @@ class HighestResponseRatioNext(ShortestJobFirst):
 
 
 class LearningToRank(ShortestJobFirst):
-    """Admit by predicted rank; who has waited too long goes first, the longest waiting before the others.
+    """Admit by predicted rank; requests that have waited too long go first, the longest waiting before all.
 
     Only the order of the predictions matters. The paper counts steps without service before it promotes; here
     it is seconds since the arrival, an interpretation.
@@ -68,21 +68,21 @@ class LearningToRank(ShortestJobFirst):
         self.starvation = starvation
 
     def rank(self, view: View, request: RequestState) -> float:
-        """Return the predicted length, or less than any of who starves."""
+        """Return the predicted length, or minus infinity for a request that starves."""
         starves = view.now - request.arrival >= self.starvation
         return -math.inf if starves else request.predicted_remaining
 
 
 class Ranked(Policy):
-    """Serve whoever ranks first, running or not; a newcomer displaces the last of the running.
+    """Serve the requests that rank first, running or not; a waiting one displaces the last of the running.
 
-    A base for preemptive orders: a subclass says how requests rank, and who may be displaced.
+    A base for preemptive orders: a subclass says how requests rank, and which may be displaced.
     """
 
     name = "ranked"
 
     def rank(self, view: View, request: RequestState) -> float:
-        """Return what requests are sorted by, least first; the earlier of equals goes first."""
+        """Return the key by which requests are sorted, least first; the earlier of equals goes first."""
         return request.order
 
     def may_lose(self, view: View, request: RequestState) -> bool:
@@ -90,22 +90,22 @@ class Ranked(Policy):
         return True
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose as many as there are seats, best first, then whoever runs besides."""
-        everyone: Iterable[RequestState] = (*view.running, *queued(view))
-        best = nsmallest(view.max_num_seqs, everyone, key=lambda state: (self.rank(view, state), state.order))
+        """Propose the best for all seats, best first, then the other running requests."""
+        all_requests: Iterable[RequestState] = (*view.running, *queued(view))
+        best = nsmallest(view.max_num_seqs, all_requests, key=lambda one: (self.rank(view, one), one.order))
         yield from whole(best)
         yield from whole([request for request in view.running if request not in set(best)])
 
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
         """Choose the last in rank."""
-        return max(candidates, key=lambda state: (self.rank(view, state), state.order))
+        return max(candidates, key=lambda one: (self.rank(view, one), one.order))
 
     def displace(
         self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
     ) -> RequestState | None:
-        """Choose the last in rank, if it ranks behind the newcomer and may lose its seat."""
-        losers = [state for state in candidates if self.may_lose(view, state)]
-        worst = self.victim(view, losers) if losers else None
+        """Choose the last in rank, if it ranks behind the waiting request and may be displaced."""
+        preemptible = [request for request in candidates if self.may_lose(view, request)]
+        worst = self.victim(view, preemptible) if preemptible else None
         behind = worst is not None and self.rank(view, worst) > self.rank(view, newcomer)
         return worst if behind else None
 
@@ -147,10 +147,10 @@ class Trail(ShortestRemaining):
 class SkipJoinFeedback(Ranked):
     """Multi-level feedback: serve the first of several levels with doubling quanta, entered by prompt length.
 
-    A newcomer skips the levels whose quantum is shorter than its prompt. Whoever has used its quantum falls a
-    level, and whoever has waited `aging` seconds rises to the first. Within a level whoever entered it first
-    goes first. That service is counted in tokens, prompt included, and not in seconds, is an interpretation,
-    and KV is swapped only when a seat is lost, not ahead of it.
+    A new request skips the levels whose quantum is shorter than its prompt. It falls a level when it has used
+    its quantum, and rises to the first when it has waited `aging` seconds. Within a level the first to
+    enter it goes first. That service is counted in tokens, prompt included, and not in seconds, is an
+    interpretation, and KV is swapped only when a seat is lost, not ahead of it.
 
     Args:
         levels: Number of levels.
@@ -166,7 +166,7 @@ class SkipJoinFeedback(Ranked):
         self.levels, self.quantum, self.aging = levels, quantum, aging
 
     def begin(self) -> None:
-        """Forget everyone's level."""
+        """Forget the levels of all requests."""
         self._seen: dict[str, tuple[float, int, float]] = {}
         self._num_entries = 0
 
@@ -179,7 +179,7 @@ class SkipJoinFeedback(Ranked):
         return place
 
     def served(self, request: RequestState, num_tokens: int) -> None:
-        """Count the service, and let the request fall when its quantum is used up."""
+        """Count the tokens, and let the request fall a level when its quantum is used up."""
         place, used, since = self._seen.get(request.id) or self._join(request)
         level, used = int(place), used + num_tokens
         if used >= self.quantum << level and level < self.levels - 1:
@@ -200,7 +200,7 @@ class SkipJoinFeedback(Ranked):
 class MemoryCheckedShortestFirst(ShortestJobFirst):
     """Admit the shortest first, as long as memory suffices until each predicted end.
 
-    At each instant at which somebody is predicted to finish, what all who still run then hold must fit the
+    At each instant at which a request is predicted to finish, what all that still run then hold must fit the
     pool. The paper counts tokens; here it is whole blocks, without the last token, whose KV is never needed.
     """
 
@@ -208,7 +208,7 @@ class MemoryCheckedShortestFirst(ShortestJobFirst):
     source = "MC-SF (Jaillet et al., 2025, arXiv 2502.07115)"
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose whoever runs, then the queue from short to long while it fits."""
+        """Propose the running requests, then the queue from short to long while it fits."""
         yield from whole(in_turn(view))
         for state in sorted(queued(view), key=lambda state: (self.rank(view, state), state.order)):
             if not view.admitting or (view.running and not fits_until_each_end(view, (*view.running, state))):

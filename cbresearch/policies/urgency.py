@@ -9,7 +9,7 @@ from cbresearch.request import RequestState
 
 
 class Priority(Ranked):
-    """Serve by (priority, arrival), smaller first; a more urgent newcomer displaces a running one.
+    """Serve by (priority, arrival), smaller first; a more urgent waiting request displaces a running one.
 
     Equals never displace one another. A preempted request keeps its place in that order.
     """
@@ -39,7 +39,7 @@ class EarliestDeadline(Ranked):
 
 
 class LeastSlack(ShortestJobFirst):
-    """Admit whoever can least afford to wait: deadline − now − the prefill's time, least first.
+    """Admit by the slack left for waiting: deadline − now − the prefill's time, least first.
 
     Without a deadline a request comes last. Medha and vidur preempt prefills for it; here it only orders the
     queue, an interpretation. Without a step-time model the prefill's time is 0.
@@ -65,12 +65,12 @@ class LeastSlack(ShortestJobFirst):
 
 
 class Andes(Ranked):
-    """Serve whoever gains most quality of experience per KV token.
+    """Serve the request that gains most quality of experience per KV token.
 
-    A reader expects the first token after `ttft` seconds and then `speed` tokens a second. Who is behind that
-    gains by being served; who is not has a buffer to read from, and may be displaced. The paper's gain is an
-    integral over a horizon, in a greedy knapsack; here it is the tokens by which a request is behind now, an
-    interpretation.
+    A reader expects the first token after `ttft` seconds and then `speed` tokens a second. A request behind
+    that gains by being served; one ahead of it has a buffer to read from, and may be displaced. The paper's
+    gain is an integral over a horizon, in a greedy knapsack; here it is the tokens by which a request is
+    behind now, an interpretation.
 
     Args:
         ttft: Seconds until the first token is expected.
@@ -97,5 +97,5 @@ class Andes(Ranked):
     def displace(
         self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
     ) -> RequestState | None:
-        """Choose who is farthest ahead, for a newcomer that is behind."""
+        """Choose the request that is farthest ahead, for a waiting one that is behind."""
         return None if self.may_lose(view, newcomer) else super().displace(view, newcomer, candidates)

@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import repeat
+from itertools import starmap
 from typing import NamedTuple
 
 from cbresearch import kv
@@ -99,6 +100,8 @@ class Scheduler:
             config, self.kv, self._free_seats, self._waiting.values(), self._swapped.values(), step_time
         )
         self._caches_on_schedule = cache.prefix_caching and cache.cache_on_schedule
+        # Prefill steps skip the same running requests again and again: one record of each is enough.
+        self._skipped = lru_cache(maxsize=4 * config.max_num_seqs)(Skipped)
         # The base's hooks do nothing, and one would be a call for each token.
         self.on_scheduled = policy.served if type(policy).served is not Policy.served else None
         self._can_displace = type(policy).displace is not Policy.displace
@@ -383,12 +386,7 @@ class Scheduler:
             now: Seconds since the start of the run.
         """
         draft, running, budget = self._draft, self._running, self.config.max_num_batched_tokens
-        if (
-            not running
-            or len(running) > budget
-            or draft.aborted
-            or draft.preempted
-        ):
+        if not running or len(running) > budget or draft.aborted or draft.preempted:
             return None
         # The latest comers first, which may still compute their prompts.
         for state in reversed(running):
@@ -429,18 +427,16 @@ class Scheduler:
 
     def _decode_order(self, now: float) -> Sequence[RequestState] | None:
         """Return the running requests in the policy's order; None unless it proposes just these."""
-        view = self._open_view(now)
-        order: dict[RequestState, None] = {}
+        view, num_running = self._open_view(now), len(self._running)
+        order: list[RequestState] = []
         for state, wanted in self.policy.propose(view):
-            if not view.token_budget:
-                break
-            if state in order:
-                continue
             if type(wanted) is not int or wanted < 1 or state.status is not RUNNING:
                 return None
-            order[state] = None
+            order.append(state)
             view.token_budget -= 1
-        return list(order) if len(order) == len(self._running) else None
+            if len(order) == num_running:
+                return order if len(set(order)) == num_running else None
+        return None
 
     def _open_view(self, now: float) -> View:
         """Return the policy's view of a step in which nothing is scheduled yet."""
@@ -648,7 +644,7 @@ class Scheduler:
             aborted=tuple(draft.aborted),
             swapped=tuple(draft.swapped),
             transfers=self.kv.take_transfers(),
-            skipped=tuple(map(NEW_TUPLE, repeat(Skipped), draft.skipped.items())) if draft.skipped else (),
+            skipped=tuple(starmap(self._skipped, draft.skipped.items())) if draft.skipped else (),
             closed=closed,
         )
 
@@ -714,6 +710,6 @@ class Scheduler:
             f"policy {self.policy.name!r} left step {self._step} without work: {len(self._running)} running, "
             f"{len(self._waiting)} waiting, {len(self._swapped)} swapped, {len(self._free_seats)} of "
             f"{config.max_num_seqs} seats free, {pool.num_free_blocks} of {pool.num_blocks} blocks free, "
-            f"token budget {config.max_num_batched_tokens}; first in line is {first}. Its `propose` must yield "
-            "every request that it may serve, and go on after one that does not fit"
+            f"token budget {config.max_num_batched_tokens}; first in line is {first}. Its `propose` must "
+            "yield every request that it may serve, and go on after one that does not fit"
         )

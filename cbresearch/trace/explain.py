@@ -4,7 +4,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from cbresearch.plan import Scheduled
+from cbresearch.step import Scheduled
 from cbresearch.trace.records import RequestRecord, StepRecord
 
 _WHY = {

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from cbresearch.trace import StepRecord, Trace, column
+from cbresearch.trace import StepRecord, Trace
 from cbresearch.viz.prefixes import CachedBlock, Prefixes
 
 NOWHERE = -1
@@ -177,7 +177,7 @@ class _Replay:
         # Finished rows that a static batch may go on computing, so that their blocks are held.
         self._kept: dict[str, BlockTable] = {}
         # Each row kept gives up a block one step later, since its last position is computed again.
-        self._keeps_rows = any(column(trace.steps, "num_padding"))
+        self._keeps_rows = bool(trace.step_columns["num_padding_rows"].any())
         # The host block that a device block was copied to or from, and the other way round.
         self._twins: dict[int, int] = {}
         self._twins_of_host: dict[int, int] = {}

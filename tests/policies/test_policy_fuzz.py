@@ -5,13 +5,13 @@ import os
 import pytest
 from fuzz_policies import POLICIES, cells, run
 
-NUM_WORKLOADS = int(os.environ.get("CBRESEARCH_FUZZ", "6"))
+NUM_WORKLOADS = int(os.environ.get("CBRESEARCH_FUZZ", "3"))
 NEVER_PREEMPT = {"no_evict", "orca"}
 SELDOM_PREEMPT = {"new_token_ratio", "orca:reserve=pow2", "past_future"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_policy_serves_or_refuses_every_request_with_a_reason_in_every_cell(policy):
+def test_every_policy_serves_or_refuses_each_request_of_random_workloads(policy):
     num_preemptions = num_swaps = 0
     for cell in cells(policy):
         for seed in range(NUM_WORKLOADS):

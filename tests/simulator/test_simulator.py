@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cbresearch import CacheConfig, Request, Scheduler, SchedulerConfig, policies, replay, simulate
-from cbresearch.costs import Linear, Recorded
+from cbresearch.costs import Linear, Replayed
 from cbresearch.plan import Plan
 from cbresearch.request import Refusal
 from cbresearch.serve import serve
@@ -342,7 +342,7 @@ def test_a_cost_that_no_step_can_have_is_refused(text):
 
 
 def test_recorded_durations_are_given_out_by_step_and_end():
-    recorded = Recorded(iter([0.5, 0.25]))
+    recorded = Replayed(iter([0.5, 0.25]))
     assert [recorded(Plan(step, ())) for step in (1, 0, 1)] == [0.25, 0.5, 0.25]
     with pytest.raises(ValueError, match="step 2 was never recorded; the run had 2 steps"):
         recorded(Plan(2, ()))

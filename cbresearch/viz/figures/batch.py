@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
 from cbresearch import metrics
-from cbresearch.trace import Trace, column
+from cbresearch.trace import Trace
 from cbresearch.viz import axes, style, words
 from cbresearch.viz.axes import Clock, area, line, waste
 from cbresearch.viz.gantt import draw_seats, seat_legend
@@ -116,8 +116,8 @@ def occupancy(traces: Mapping[str, Trace], *, time: TimeAxis = "seconds", title:
     looks = axes.looks(traces)
     num_padding = 0
     for ax, (label, trace) in zip(axs[:, 0], traces.items(), strict=True):
-        padding = column(trace.steps, "num_padding")
-        rows, edges = clock.stairs(trace, np.transpose([column(trace.steps, "num_scheduled"), padding]))
+        padding = trace.step_columns["num_padding_rows"]
+        rows, edges = clock.stairs(trace, np.transpose([trace.step_columns["num_scheduled"], padding]))
         useful, computed = rows[:, 0], rows.sum(axis=1)
         num_padding += int(sum(padding))
         color, limit = looks[label].color, trace.scheduler.max_num_seqs

@@ -12,7 +12,8 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
 
-from cbresearch.trace import MemoryUse, Trace
+from cbresearch.metrics import MemoryUse, memory
+from cbresearch.trace import Trace
 from cbresearch.viz import axes, style, words
 from cbresearch.viz.axes import Clock, area, line, waste
 from cbresearch.viz.blockmap import BlockMap, PoolState
@@ -104,7 +105,7 @@ def kv_categories(
     clock = Clock.of(traces.values(), time)
     drawn: set[str] = set()
     for ax, (label, trace) in zip(axs[:, 0], traces.items(), strict=True):
-        uses, pool = list(trace.memory()), trace.cache.num_tokens
+        uses, pool = list(memory(trace)), trace.cache.num_tokens
         heights, edges = clock.stairs(trace, np.array(uses, dtype=int).reshape(-1, len(MemoryUse._fields)))
         below = np.zeros(len(heights), dtype=int)
         for name, (_, look) in _CATEGORIES.items():

@@ -13,7 +13,7 @@ NOT_SECONDS = [-1, -1e-9, math.nan, math.inf, -math.inf, True, False, "0", 10**4
 
 
 @pytest.mark.parametrize("identity", ["", None, 7, b"a", True])
-def test_an_id_that_is_no_text_is_refused(identity):
+def test_request_refuses_an_id_that_is_no_text(identity):
     with pytest.raises(ValueError, match=r"id is .*must be a text that is not empty") as refusal:
         Request(identity, 1, 1)
     assert repr(identity) in str(refusal.value)
@@ -24,14 +24,14 @@ def test_an_id_that_is_no_text_is_refused(identity):
     ["", 0, -1, -(10**30), [], (), True, False, None, 1.0, math.nan, [1.0], ["1"], [None], [[1]], Exception],
     ids=repr,
 )
-def test_a_prompt_without_a_token_is_refused(prompt):
+def test_request_refuses_a_prompt_without_a_token(prompt):
     with pytest.raises(ValueError, match=r"request 'a': the prompt is .*; give ") as refusal:
         Request("a", prompt, 1)
     assert repr(prompt) in str(refusal.value) or "empty" in str(refusal.value)
 
 
 @pytest.mark.parametrize("value", [*NOT_A_COUNT, None], ids=repr)
-def test_max_tokens_that_is_no_count_is_refused(value):
+def test_request_refuses_max_tokens_that_is_no_count(value):
     with pytest.raises(ValueError, match=r"request 'a': max_tokens is .*an integer of at least 1") as refusal:
         Request("a", 1, value)
     assert repr(value) in str(refusal.value)
@@ -39,13 +39,13 @@ def test_max_tokens_that_is_no_count_is_refused(value):
 
 @pytest.mark.parametrize("name", ["arrival", "deadline"])
 @pytest.mark.parametrize("value", NOT_SECONDS, ids=lambda value: repr(value)[:12])
-def test_a_time_that_is_no_finite_number_of_seconds_is_refused(name, value):
+def test_request_refuses_a_time_that_is_no_finite_number_of_seconds(name, value):
     with pytest.raises(ValueError, match=f"request 'a': {name} is .*finite number of seconds") as refusal:
         Request("a", 1, 1, **{name: value})
     assert repr(value) in str(refusal.value)
 
 
-def test_an_arrival_is_needed_and_a_deadline_is_not():
+def test_request_needs_an_arrival_and_no_deadline():
     assert Request("a", 1, 1, deadline=None).deadline is None
     with pytest.raises(ValueError, match="arrival is None"):
         Request("a", 1, 1, arrival=None)
@@ -53,7 +53,7 @@ def test_an_arrival_is_needed_and_a_deadline_is_not():
 
 @pytest.mark.parametrize("name", ["predicted_output", "output_length"])
 @pytest.mark.parametrize("value", NOT_A_COUNT, ids=repr)
-def test_a_length_that_is_no_count_is_refused(name, value):
+def test_request_refuses_a_length_that_is_no_count(name, value):
     with pytest.raises(ValueError, match=f"request 'a': {name} is .*at least 1") as refusal:
         Request("a", 1, 1, **{name: value})
     assert repr(value) in str(refusal.value)
@@ -71,19 +71,19 @@ def test_a_length_that_is_no_count_is_refused(name, value):
     ],
     ids=["text", "length", "huge length", "list", "array", "iterator"],
 )
-def test_a_prompt_is_text_or_a_length_or_becomes_a_tuple_of_plain_integers(prompt, kept):
+def test_request_prompt_is_text_or_a_length_or_a_tuple_of_plain_integers(prompt, kept):
     request = Request("a", prompt, 1)
     assert request.prompt == kept
     if isinstance(kept, tuple):
         assert [type(token) for token in request.prompt] == [int] * len(kept)
 
 
-def test_the_length_of_a_prompt_is_its_number_of_tokens():
+def test_request_counts_the_tokens_of_its_prompt():
     assert Request("a", 7, 1).num_prompt_tokens == 7
     assert Request("a", [4, 4, 4], 1).num_prompt_tokens == 3
 
 
-def test_the_length_of_a_text_prompt_is_unknown_until_it_is_resolved():
+def test_request_does_not_know_the_length_of_a_text_prompt():
     request = Request("a", "four", 1)
     with pytest.raises(ValueError, match=r"request 'a': .*text.*resolve_prompts"):
         _ = request.num_prompt_tokens
@@ -105,13 +105,13 @@ def test_a_request_does_not_change_with_the_list_that_it_was_made_from():
         (Refusal("a", "why"), "error"),
     ],
 )
-def test_what_a_client_sends_is_frozen(thing, name):
+def test_request_and_sampling_params_are_frozen(thing, name):
     with pytest.raises(FrozenInstanceError):
         setattr(thing, name, 2)
     assert hash(thing) == hash(thing)
 
 
-def test_a_new_state_has_everything_before_it():
+def test_request_state_starts_with_nothing_computed():
     state = RequestState(Request("a", [3, 3], 5, predicted_output=4), order=6)
     assert (state.id, state.order, state.seat, state.finish_reason) == ("a", 6, None, None)
     assert (state.num_tokens, state.num_computed_tokens, state.num_pending_tokens) == (2, 0, 2)
@@ -124,9 +124,7 @@ def test_a_new_state_has_everything_before_it():
     ("predicted", "generated", "remaining"),
     [(None, 0, 5), (None, 2, 3), (2, 0, 2), (2, 1, 1), (2, 2, 1), (2, 4, 1), (9, 1, 8)],
 )
-def test_the_predicted_rest_is_the_prediction_or_max_tokens_less_what_came_and_never_nothing(
-    predicted, generated, remaining
-):
+def test_request_state_predicts_the_rest_of_the_output_as_at_least_one_token(predicted, generated, remaining):
     state = RequestState(Request("a", 1, 5, predicted_output=predicted, output_length=3), order=0)
     state.output_token_ids.extend([0] * generated)
     assert state.predicted_remaining == remaining
@@ -136,7 +134,7 @@ def test_the_predicted_rest_is_the_prediction_or_max_tokens_less_what_came_and_n
     ("computed", "generated", "is_prefill"),
     [(0, 0, True), (2, 0, True), (3, 1, False), (2, 1, True), (0, 1, True), (4, 2, False)],
 )
-def test_a_request_prefills_until_only_its_newest_output_lacks_its_kv(computed, generated, is_prefill):
+def test_request_state_prefills_until_only_the_newest_output_lacks_its_kv(computed, generated, is_prefill):
     state = RequestState(Request("a", 3, 5), order=0)
     state.output_token_ids.extend([0] * generated)
     state.num_tokens += generated
@@ -144,7 +142,7 @@ def test_a_request_prefills_until_only_its_newest_output_lacks_its_kv(computed, 
     assert state.is_prefill == is_prefill
 
 
-def test_numbers_of_numpy_are_taken_as_plain_ones():
+def test_request_takes_numpy_numbers_as_plain_ones():
     request = Request("a", np.int64(5), np.int32(3), arrival=np.float32(0.5), predicted_output=np.int8(2))
     assert (request.prompt, request.max_tokens, request.arrival, request.predicted_output) == (5, 3, 0.5, 2)
     kinds = [type(value) for value in (request.prompt, request.max_tokens, request.arrival)]
@@ -166,7 +164,7 @@ OPTIONAL = {"top_k", "seed", "num_logprobs"}
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_a_sampling_number_out_of_range_is_refused_with_its_name_value_and_range(name):
+def test_sampling_params_refuse_a_number_out_of_range(name):
     least, most = NUMBERS[name]
     for value in [least - 1e-9, most + 1e-9, *NO_NUMBERS]:
         with pytest.raises(ValueError, match=f"{name} is .*a number from {least} to {most}") as refusal:
@@ -175,7 +173,7 @@ def test_a_sampling_number_out_of_range_is_refused_with_its_name_value_and_range
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_a_sampling_count_out_of_range_is_refused_with_its_name_value_and_range(name):
+def test_sampling_params_refuse_a_count_out_of_range(name):
     least = COUNTS[name]
     values = [least - 1, -(10**30), 1.0, 2.5, math.nan, math.inf, "3", True, False, [1], np.bool_(True)]
     for value in values if name in OPTIONAL else [*values, None]:
@@ -184,14 +182,14 @@ def test_a_sampling_count_out_of_range_is_refused_with_its_name_value_and_range(
         assert repr(value) in str(refusal.value)
 
 
-def test_more_answers_than_anyone_can_mean_are_refused():
+def test_sampling_params_refuse_more_than_ten_thousand_answers():
     assert SamplingParams(n=10_000).n == 10_000
     with pytest.raises(ValueError, match="n is 10001; it must be an integer from 1 to 10000"):
         SamplingParams(n=10_001)
 
 
 @pytest.mark.parametrize("value", [1e-12, 5e-324, 9.99e-4])
-def test_a_temperature_that_would_overflow_the_logits_is_refused(value):
+def test_sampling_params_refuse_a_temperature_that_overflows_the_logits(value):
     with pytest.raises(ValueError, match=r"temperature is .*at least 0\.001, or 0") as refusal:
         SamplingParams(temperature=value)
     assert repr(value) in str(refusal.value)
@@ -199,7 +197,7 @@ def test_a_temperature_that_would_overflow_the_logits_is_refused(value):
 
 @pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])
 @pytest.mark.parametrize("value", [0, 0.0, -0.0])
-def test_a_number_that_leaves_nothing_is_refused(name, value):
+def test_sampling_params_refuse_a_zero_that_leaves_no_token(name, value):
     with pytest.raises(ValueError, match=f"{name} is 0; it must be above 0"):
         SamplingParams(**{name: value})
 
@@ -224,12 +222,12 @@ def test_a_number_that_leaves_nothing_is_refused(name, value):
         ({"ignore_eos": None}, "ignore_eos is None"),
     ],
 )
-def test_what_cannot_end_an_output_is_refused(given, said):
+def test_sampling_params_refuse_stops_that_cannot_end_an_output(given, said):
     with pytest.raises(ValueError, match=said):
         SamplingParams(**given)
 
 
-def test_sampling_parameters_at_the_ends_of_their_ranges_are_taken():
+def test_sampling_params_take_the_ends_of_their_ranges():
     for name, ends in NUMBERS.items():
         for value in ends:
             if value or name not in ("top_p", "repetition_penalty"):
@@ -240,7 +238,7 @@ def test_sampling_parameters_at_the_ends_of_their_ranges_are_taken():
     assert SamplingParams(temperature=1e-3).temperature == 1e-3
 
 
-def test_sampling_parameters_of_any_kind_become_plain_ones_that_can_be_compared_and_hashed():
+def test_sampling_params_of_any_number_type_become_plain_and_hashable():
     given = SamplingParams(
         temperature=np.float32(0.5),
         top_k=np.int64(3),
@@ -258,7 +256,7 @@ def test_sampling_parameters_of_any_kind_become_plain_ones_that_can_be_compared_
     assert SamplingParams(stop=iter(["a", "b"])).stop == ("a", "b")
 
 
-def test_more_tokens_at_least_than_at_most_are_refused():
+def test_request_refuses_min_tokens_over_max_tokens():
     assert Request("a", 1, 3, sampling=SamplingParams(min_tokens=3)).max_tokens == 3
     with pytest.raises(ValueError, match="request 'a': min_tokens is 4, over max_tokens of 3"):
         Request("a", 1, 3, sampling=SamplingParams(min_tokens=4))
@@ -275,7 +273,7 @@ def test_parallel_samples_have_ids_seeds_and_a_group_and_ask_for_one_answer_each
     assert [sample.sampling.seed for sample in unseeded] == [None, None]
 
 
-def test_expanding_keeps_the_order_and_leaves_alone_what_wants_one_answer():
+def test_expand_keeps_the_order_and_requests_for_one_answer():
     one, two = Request("one", 5, 3), Request("two", 5, 3, sampling=SamplingParams(n=2))
     refusal = Refusal("bad", "why")
     expanded = expand([one, refusal, two, one])

@@ -1,11 +1,14 @@
 """The repository's own files agree with one another."""
 
+import ast
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
+import budget
 import pytest
 import yaml
 from hygiene import ROOT, machine_paths
@@ -25,8 +28,14 @@ TOP_LEVEL = {
     "tests",
 }
 
+TESTS = ROOT / "tests"
+ROOMS = {room for names in (*budget.CORE, *budget.LAB) for room in names.split()}
+# Folders of tests that belong to no room of the package.
+OTHER_FOLDERS = {"bench", "browser", "data", "gpu", "helpers", "notebooks", "repository"}
+
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAKEFILE = (ROOT / "Makefile").read_text()
+README = (ROOT / "README.md").read_text()
 WORKFLOW = yaml.safe_load((ROOT / ".github/workflows/test.yml").read_text())
 HOOKS = [
     hook
@@ -61,6 +70,44 @@ def made_by(commands: str) -> set[str]:
 
 def test_top_level_holds_only_what_a_reader_expects(tracked):
     assert {Path(name).parts[0] for name in tracked} == TOP_LEVEL
+
+
+def test_folders_of_tests_are_rooms_of_the_package_or_named_exceptions():
+    folders = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/*.py")}
+    assert folders <= ROOMS | OTHER_FOLDERS
+
+
+def test_names_of_test_files_are_unique():
+    # In folders without an __init__.py, two files of one name cannot be imported in one run.
+    names = Counter(path.name for path in TESTS.rglob("test_*.py"))
+    assert [name for name, number in names.items() if number > 1] == []
+
+
+def imported(text: str) -> set[str]:
+    """Return the last names of the modules that a source imports."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return {part for name in found for part in name.split(".")}
+
+
+def test_no_file_imports_from_a_test_file():
+    found = {}
+    for path in TESTS.rglob("*.py"):
+        if from_tests := {name for name in imported(path.read_text()) if name.startswith("test_")}:
+            found[str(path.relative_to(TESTS))] = from_tests
+    assert not found, "move what they share to tests/helpers or a conftest.py"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["import test_scheduler", "from test_scheduler import run", "def f():\n    from .kv import test_blocks"],
+)
+def test_an_import_from_a_test_file_is_found(text):
+    assert any(name.startswith("test_") for name in imported(text))
 
 
 def test_no_tracked_text_names_a_path_of_one_machine(tracked):
@@ -167,9 +214,7 @@ def test_data_files_are_not_ignored_so_the_wheel_has_them(name):
 
 
 def test_readme_examples_run():
-    examples = re.findall(
-        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+    examples = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
     assert examples
     # In a process of its own: the examples register a policy, which other tests must not see.
     command = [sys.executable, "-c", "\n".join(examples)]
@@ -177,8 +222,27 @@ def test_readme_examples_run():
     assert done.returncode == 0, done.stderr
 
 
+def test_readme_names_only_files_that_exist():
+    named = re.findall(r"\b(?:cbresearch|tests|notebooks)/[\w./]+\.(?:py|ipynb|jsonl)", README)
+    assert named
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_readme_names_only_functions_that_exist_where_it_says():
+    named = re.findall(r"`(\w+(?:/\w+)*\.py)`\s+`([\w.]+)", README)
+    assert named
+    missing = []
+    for file, name in named:
+        path = ROOT / "cbresearch" / file
+        text = path.read_text() if path.exists() else ""
+        for part in name.split("."):
+            if not re.search(rf"^ *(?:class|def) {part}\b", text, re.MULTILINE):
+                missing.append(f"{part} in {file}")
+    assert not missing
+
+
 def test_readme_names_only_targets_that_exist():
-    targets = re.findall(r"(?:^ {4}|`)make ([a-z]+)\b", (ROOT / "README.md").read_text(), re.MULTILINE)
+    targets = re.findall(r"(?:^ {4}|`)make ([a-z]+)\b", README, re.MULTILINE)
     assert {"run", "test", "lab", "notebooks", "bench"} <= set(targets)
     for target in targets:
         recipe(target)

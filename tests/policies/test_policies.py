@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies, simulate
+from cbresearch.policies.batching import Static
 from cbresearch.request import RequestState
 
 BUILT_IN = [*policies.available(), "static:release", "vllm_v1:priority"]
@@ -64,12 +65,12 @@ def random_requests(seed, arrivals=True):
 # --- first come, first served
 
 
-def test_fcfs_decodes_who_runs_and_chunks_the_next_prompt_into_what_the_budget_leaves():
+def test_fcfs_decodes_first_and_chunks_the_next_prompt_into_the_rest_of_the_budget():
     trace = run([request("a", 3, 3), request("b", 6, 1), request("c", 1, 1)], "fcfs", budget=4)
     assert served(trace) == ["a3 b1", "a1 b3", "a1 b2 c1"]
 
 
-def test_fcfs_gives_a_seat_that_becomes_free_to_the_head_of_the_queue_in_the_next_step():
+def test_fcfs_gives_a_free_seat_to_the_head_of_the_queue_in_the_next_step():
     requests = [request("a", 1, 1), request("b", 1, 3), request("c", 1, 9), request("d", 1, 1)]
     trace = run(requests, "fcfs", seats=2)
     assert served(trace)[:3] == ["a1 b1", "b1 c1", "b1 c1"]
@@ -77,14 +78,14 @@ def test_fcfs_gives_a_seat_that_becomes_free_to_the_head_of_the_queue_in_the_nex
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_fcfs_seats_nobody_before_an_earlier_arrival(seed):
+def test_fcfs_seats_requests_in_order_of_arrival(seed):
     trace = run(random_requests(seed), "fcfs", seats=3, budget=7)
     by_arrival = sorted(trace.requests, key=lambda record: record.arrival)
     starts = [record.first_scheduled for record in by_arrival]
     assert starts == sorted(starts)
 
 
-def test_fcfs_lets_no_small_request_overtake_a_large_one_that_memory_refuses():
+def test_fcfs_lets_no_small_request_overtake_a_large_one_without_memory():
     requests = [request("a", 5, 3), request("large", 8, 2), request("small", 1, 1)]
     trace = run(requests, "fcfs", num_blocks=10)
     assert admitted(trace) == ["a", "", "", "largesmall", ""]
@@ -104,7 +105,7 @@ def test_sjf_admits_the_shortest_prediction_first_and_the_earlier_of_equals():
     assert [name for name in admitted(trace) if name] == ["short", "twin", "other twin", "long"]
 
 
-def test_sjf_takes_max_tokens_where_nobody_predicted():
+def test_sjf_takes_max_tokens_without_a_prediction():
     requests = [request("a", 1, 5), request("b", 1, 9, predicted_output=3), request("c", 1, 4)]
     trace = run(requests, "sjf", seats=1)
     assert [name for name in admitted(trace) if name] == ["b", "c", "a"]
@@ -122,12 +123,12 @@ def test_sjf_does_not_preempt_a_long_request_for_a_short_one():
     assert all(not step.plan.preempted for step in trace.steps)
 
 
-def test_sjf_ignores_the_order_of_arrival_among_those_that_wait():
+def test_sjf_ignores_the_order_of_arrival_in_the_queue():
     requests = [request("a", 1, 3), request("b", 1, 5, arrival=1.0), request("c", 1, 2, arrival=2.0)]
     assert [name for name in admitted(run(requests, "sjf", seats=1)) if name] == ["a", "c", "b"]
 
 
-def test_sjf_starves_a_long_request_while_short_ones_keep_coming_and_fcfs_does_not():
+def test_sjf_starves_a_long_request_where_fcfs_does_not():
     requests = [
         request("long", 1, 9),
         *(request(str(place), 1, 2, arrival=2.0 * place) for place in range(20)),
@@ -158,7 +159,7 @@ def test_prefill_first_finishes_a_chunked_prompt_before_it_starts_another():
     assert served(trace) == ["a2", "a1 b1", "b2", "a1"]
 
 
-def test_prefill_first_decodes_while_memory_refuses_the_prompt_that_waits():
+def test_prefill_first_decodes_while_the_waiting_prompt_finds_no_memory():
     requests = [request("a", 3, 3), request("b", 3, 1)]
     trace = run(requests, "prefill_first", num_blocks=5)
     assert served(trace) == ["a3", "a1", "a1", "b3"]
@@ -167,7 +168,7 @@ def test_prefill_first_decodes_while_memory_refuses_the_prompt_that_waits():
 # --- static batches
 
 
-def test_static_computes_the_row_of_a_finished_request_until_the_longest_is_done():
+def test_static_pads_finished_rows_until_the_longest_request_is_done():
     requests = [request("a", 2, 1), request("b", 3, 4), request("c", 1, 2), request("d", 1, 1)]
     trace = run(requests, "static", seats=3)
     assert served(trace) == ["a2 b3 c1", "b1 c1", "b1", "b1", "d1"]
@@ -175,7 +176,7 @@ def test_static_computes_the_row_of_a_finished_request_until_the_longest_is_done
     assert [len(record.tokens) for record in trace.requests] == [1, 4, 2, 1]
 
 
-def test_a_padding_row_keeps_its_seat_and_its_context():
+def test_static_padding_row_keeps_its_seat_and_context():
     trace = run([request("a", 5, 2), request("b", 1, 5)], "static")
     seat = trace.steps[0].plan.scheduled[0].seat
     rows = [row for step in trace.steps for row in step.plan.padding]
@@ -183,7 +184,7 @@ def test_a_padding_row_keeps_its_seat_and_its_context():
     assert [tuple(row) for row in rows] == [("a", seat, 6)] * 3
 
 
-def test_static_release_lets_rows_leave_but_nobody_joins():
+def test_static_release_lets_rows_leave_and_no_request_join():
     requests = [request("a", 2, 1), request("b", 3, 4), request("c", 1, 2), request("d", 1, 1)]
     trace = run(requests, "static:release", seats=3)
     assert served(trace) == ["a2 b3 c1", "b1 c1", "b1", "b1", "d1"]
@@ -195,16 +196,16 @@ def test_static_release_lets_rows_leave_but_nobody_joins():
 @pytest.mark.parametrize("policy", ["static", "static:release"])
 @pytest.mark.parametrize("budget", [2, 7, 100])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_static_batch_is_filled_from_empty_and_closed_before_anyone_decodes(policy, budget, seed):
+def test_static_fills_a_batch_from_empty_and_closes_it_before_decoding(policy, budget, seed):
     trace = run(random_requests(seed), policy, seats=3, budget=budget)
     inside: set[str] = set()
     decoding = False
     for step in trace.steps:
         joining = {admission.request.id for admission in step.plan.admitted}
         if joining and decoding:
-            assert not inside, "someone joined a batch that decodes"
+            assert not inside, "a request joined a batch that decodes"
         decoding = any(not entry.is_prefill for entry in step.plan.scheduled)
-        assert not (joining and decoding), "someone joined in a step that decodes"
+        assert not (joining and decoding), "a request joined in a step that decodes"
         assert len({entry.is_prefill for entry in step.plan.scheduled}) == 1, "a prompt beside a decode"
         inside = (inside | joining) - set(step.finished)
         if decoding:
@@ -213,7 +214,7 @@ def test_a_static_batch_is_filled_from_empty_and_closed_before_anyone_decodes(po
 
 @pytest.mark.parametrize("policy", ["static", "static:release"])
 @pytest.mark.parametrize("seed", range(5))
-def test_a_static_batch_decodes_only_after_the_last_of_its_prompts(policy, seed):
+def test_static_decodes_only_after_the_last_prompt_of_the_batch(policy, seed):
     trace = run(random_requests(seed, arrivals=False), policy, seats=4, budget=5)
     batches: list[list[bool]] = []
     for step in trace.steps:
@@ -226,18 +227,18 @@ def test_a_static_batch_decodes_only_after_the_last_of_its_prompts(policy, seed)
     for place, batch in enumerate(batches):
         assert batch == sorted(batch, reverse=True)
         sizes[place] = sum(len(next(steps).plan.admitted) for _ in batch)
-    # Seats for everyone, so every batch but the last is full.
+    # All requests are there, so every batch but the last is full.
     assert sizes[:-1] == [4] * (len(sizes) - 1)
 
 
-def test_a_small_budget_fills_a_static_batch_over_several_steps():
+def test_static_fills_a_batch_over_several_steps_of_a_small_budget():
     requests = [request(name, 3, 2) for name in "abcd"]
     trace = run(requests, "static", seats=3, budget=4)
     assert served(trace)[:5] == ["a3 b1", "b2 c2", "c1", "a1 b1 c1", "d3"]
     assert admitted(trace)[:5] == ["ab", "c", "", "", "d"]
 
 
-def test_a_static_batch_takes_nobody_who_arrives_while_it_is_filled():
+def test_static_takes_no_request_that_arrives_while_the_batch_is_filled():
     requests = [request("a", 3, 1), request("b", 3, 1), request("late", 1, 1, arrival=1.0)]
     trace = run(requests, "static", seats=3, budget=2)
     assert "".join(admitted(trace)) == "ablate"
@@ -246,13 +247,13 @@ def test_a_static_batch_takes_nobody_who_arrives_while_it_is_filled():
 
 
 @pytest.mark.parametrize("policy", ["static", "static:release"])
-def test_a_static_batch_is_closed_by_the_pool_and_the_rest_form_the_next_one(policy):
+def test_static_closes_a_batch_at_the_pool_and_forms_the_next_from_the_rest(policy):
     requests = [request("a", 3, 2), request("b", 3, 2), request("c", 3, 2)]
     trace = run(requests, policy, num_blocks=8)
     assert served(trace) == ["a3 b3", "a1 b1", "c3", "c1"]
 
 
-def test_who_was_kept_out_of_a_static_batch_by_the_pool_does_not_join_as_it_empties():
+def test_static_release_admits_no_request_to_a_batch_that_empties():
     requests = [request("a", 3, 1), request("b", 3, 4), request("c", 3, 2)]
     trace = run(requests, "static:release", num_blocks=8)
     assert served(trace) == ["a3 b3", "b1", "b1", "b1", "c3", "c1"]
@@ -262,7 +263,7 @@ def test_who_was_kept_out_of_a_static_batch_by_the_pool_does_not_join_as_it_empt
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_no_request_is_ever_left_out(name):
+def test_every_policy_serves_every_request_to_its_end(name):
     for seed in range(5):
         requests = random_requests(seed)
         trace = run(requests, name, seats=2, budget=5, num_blocks=20)
@@ -271,21 +272,14 @@ def test_no_request_is_ever_left_out(name):
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_prompt_that_memory_refuses_does_not_stop_those_that_run(name):
+def test_every_policy_goes_on_with_running_requests_while_a_prompt_finds_no_memory(name):
     requests = [request("a", 4, 4), request("b", 6, 2), request("c", 6, 2)]
     trace = run(requests, name, num_blocks=7)
     assert [record.finish_reason for record in trace.requests] == ["length"] * 3
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_policy_object_serves_one_run_after_another_the_same_way(name):
-    policy = policies.get(name)
-    runs = [run(random_requests(3), policy, seats=2, budget=5).steps for _ in range(2)]
-    assert runs[0] == runs[1]
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_a_run_that_was_broken_off_leaves_nothing_to_the_next_one_of_the_same_policy(name):
+def test_every_policy_forgets_a_run_that_was_broken_off(name):
     policy = policies.get(name)
     broken = Scheduler(policy, SchedulerConfig(2, 3), CacheConfig(100, 1))
     for given in random_requests(4, arrivals=False):
@@ -298,7 +292,7 @@ def test_a_run_that_was_broken_off_leaves_nothing_to_the_next_one_of_the_same_po
 # --- names and options
 
 
-def test_each_available_policy_has_a_rule_in_one_line_and_can_be_built():
+def test_available_policies_have_a_one_line_rule_and_can_be_built():
     rules = policies.available()
     assert {"fcfs", "prefill_first", "sjf", "static", "vllm_v1"} < set(rules)
     for name, rule in rules.items():
@@ -310,7 +304,7 @@ def test_each_available_policy_has_a_rule_in_one_line_and_can_be_built():
     ("asked", "near", "far"),
     [("fcsf", "fcfs", "static"), ("Static", "static", "fcfs"), ("prefil_first", "prefill_first", "sjf")],
 )
-def test_an_unknown_policy_is_answered_with_the_near_miss_alone(asked, near, far):
+def test_get_answers_an_unknown_policy_with_its_near_misses(asked, near, far):
     with pytest.raises(ValueError, match=f"unknown policy {asked!r}") as refusal:
         policies.get(asked)
     assert repr(near) in str(refusal.value)
@@ -318,14 +312,14 @@ def test_an_unknown_policy_is_answered_with_the_near_miss_alone(asked, near, far
 
 
 @pytest.mark.parametrize("asked", ["", "zzzzzzzz", ":release", "SJF"])
-def test_a_policy_unlike_any_other_is_answered_with_all_there_are(asked):
+def test_get_answers_a_name_without_near_misses_with_all_policies(asked):
     with pytest.raises(ValueError, match="unknown policy") as refusal:
         policies.get(asked)
     for name in policies.available():
         assert repr(name) in str(refusal.value)
 
 
-def test_an_unknown_option_is_answered_with_the_near_miss():
+def test_get_answers_an_unknown_option_with_its_near_miss():
     with pytest.raises(ValueError, match=r"policy 'static' has no option 'realease'.*'release'"):
         policies.get("static:realease")
     with pytest.raises(ValueError, match="policy 'fcfs' has no option 'release'"):
@@ -344,7 +338,7 @@ def test_an_unknown_option_is_answered_with_the_near_miss():
         (":label=a=b", 1.0, "a=b", False),
     ],
 )
-def test_options_follow_the_name_as_python_values_or_plain_words(registry, options, weight, label, flag):
+def test_get_reads_options_as_python_values_or_plain_words(registry, options, weight, label, flag):
     @policies.register
     class Optional(Policy):
         """Take options."""
@@ -357,13 +351,13 @@ def test_options_follow_the_name_as_python_values_or_plain_words(registry, optio
     assert policies.get(f"optional{options}").options == (weight, label, flag)
 
 
-def test_the_option_release_turns_the_padding_off():
+def test_static_release_turns_padding_off():
     assert policies.get("static").keeps_seats
     assert policies.get("static:release=False").keeps_seats
     assert not policies.get("static:release").keeps_seats
 
 
-def test_a_cell_that_is_run_again_replaces_its_policy(registry):
+def test_register_lets_a_cell_that_is_run_again_replace_its_policy(registry):
     def cell(rule):
         class Mine(Policy):
             name = "mine"
@@ -377,24 +371,24 @@ def test_a_cell_that_is_run_again_replaces_its_policy(registry):
     assert type(policies.get("mine")) is again
 
 
-def test_a_name_that_belongs_to_another_policy_is_refused(registry):
+def test_register_refuses_a_name_of_another_policy(registry):
     class Impostor(Policy):
         name = "static"
 
     with pytest.raises(ValueError, match="'static' belongs to Static"):
         policies.register(Impostor)
-    assert type(policies.get("static")) is policies.Static
+    assert type(policies.get("static")) is Static
 
 
 @pytest.mark.parametrize("body", [{}, {"name": ""}], ids=["inherited", "empty"])
-def test_a_policy_without_a_name_of_its_own_cannot_be_registered(registry, body):
+def test_register_refuses_a_policy_without_a_name_of_its_own(registry, body):
     before = dict(policies.available())
     with pytest.raises(ValueError, match="Nameless has no `name` of its own"):
-        policies.register(type("Nameless", (policies.Static,), body))
+        policies.register(type("Nameless", (Static,), body))
     assert policies.available() == before
 
 
-def test_a_policy_of_a_few_lines_is_registered_and_runs_by_name(registry):
+def test_register_makes_a_policy_of_a_few_lines_run_by_name(registry):
     @policies.register
     class Newest(Policy):
         """Serve the newest request first."""
@@ -410,10 +404,66 @@ def test_a_policy_of_a_few_lines_is_registered_and_runs_by_name(registry):
     assert trace.policy == "newest"
 
 
+@pytest.fixture
+def own_policy(tmp_path, monkeypatch):
+    """Write a policy of one's own to a file in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        """
+from cbresearch import Request, policies
+
+
+class LongestFirst(policies.Policy):
+    def __init__(self, factor: float = 1.0):
+        self.factor = factor
+
+    def propose(self, view):
+        yield from policies.whole(view.running)
+        yield from policies.joining(view, sorted(view.waiting, key=lambda one: -one.num_prompt_tokens))
+"""
+    )
+    return "mine.py:LongestFirst"
+
+
+def test_get_builds_a_policy_of_a_file_with_options(own_policy):
+    trace = run([request("a", 1, 1), request("b", 3, 1), request("c", 2, 1)], own_policy, seats=1)
+    assert "".join(admitted(trace)) == "bca"
+    assert trace.policy == own_policy
+    built = policies.get(f"{own_policy}:factor=0.5")
+    assert (built.factor, built.name) == (0.5, f"{own_policy}:factor=0.5")
+    assert own_policy not in policies.available()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("your.py:LongestFirst", "policy 'your.py:LongestFirst': there is no file 'your.py'"),
+        ("mine.py:LongestFrist", "defines no Policy 'LongestFrist'; did you mean 'LongestFirst'?"),
+        ("mine.py", "defines no Policy ''; there is 'LongestFirst'"),
+        ("mine.py:Request", "defines no Policy 'Request'"),
+        ("mine.py:LongestFirst:fcator=2", "has no option 'fcator'; did you mean 'factor'?"),
+        ("mine.py:LongestFirst:factor=two", "option factor is 'two'; it must be a number"),
+    ],
+)
+def test_get_refuses_a_policy_that_its_file_does_not_define(own_policy, name, said):
+    with pytest.raises(ValueError) as refusal:
+        policies.get(name)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(("alias", "name"), [("max_utilization", "fcfs"), ("splitfuse", "sarathi")])
+def test_alias_schedules_as_the_policy_it_stands_for(alias, name):
+    requests = random_requests(9)
+    limits = {"seats": 3, "budget": 5, "num_blocks": 20}
+    assert run(requests, alias, **limits).steps == run(requests, name, **limits).steps
+    assert policies.get(alias).name == alias
+    assert policies.table()[alias] != policies.table()[name]
+
+
 # --- the view
 
 
-def test_a_policy_sees_the_step_fill_up_as_its_proposals_are_taken():
+def test_view_shows_the_step_fill_up_as_proposals_are_taken():
     seen = []
 
     class Watching(Policy):
@@ -448,7 +498,7 @@ def test_a_policy_sees_the_step_fill_up_as_its_proposals_are_taken():
     ]
 
 
-def test_a_policy_is_told_every_token_that_was_served():
+def test_served_is_told_every_scheduled_token():
     told: dict[str, int] = {}
 
     class Accounting(Policy):
@@ -463,7 +513,7 @@ def test_a_policy_is_told_every_token_that_was_served():
     assert sum(told.values()) == sum(step.plan.num_tokens for step in trace.steps)
 
 
-def test_a_policy_is_told_when_nobody_can_join_any_more():
+def test_view_shows_when_no_request_can_join_any_more():
     seen = []
 
     class Watching(Policy):
@@ -488,7 +538,7 @@ def test_a_policy_is_told_when_nobody_can_join_any_more():
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_a_long_queue_is_not_walked_once_nobody_can_join(name):
+def test_every_policy_stops_walking_a_long_queue_once_no_request_can_join(name):
     policy = policies.get(name)
     propose, num_proposals = policy.propose, []
 
@@ -504,7 +554,7 @@ def test_a_long_queue_is_not_walked_once_nobody_can_join(name):
         num_proposals.clear()
         requests = [request(str(place), 3, 3) for place in range(300)]
         run(requests, policy, seats=seats, budget=1000, num_blocks=num_blocks)
-        # At most everybody who runs, everybody who joins, and one who no longer can.
+        # At most the running requests, those that join, and one that no longer can.
         assert max(num_proposals) <= 2 * seats + 1
 
 
@@ -519,7 +569,7 @@ class Silent(Policy):
 
 
 class Lazy(Policy):
-    """Serve the running only, and so nobody ever."""
+    """Propose running requests only, so that none ever runs."""
 
     name = "lazy"
 
@@ -528,7 +578,7 @@ class Lazy(Policy):
 
 
 class Wanting(Policy):
-    """Want the same of everyone."""
+    """Propose the same number of tokens for each request."""
 
     name = "wanting"
 
@@ -541,7 +591,7 @@ class Wanting(Policy):
 
 
 @pytest.mark.parametrize("policy", [Silent(), Lazy(), Wanting(0), Wanting(-5)])
-def test_a_policy_that_leaves_a_step_without_work_is_named_with_the_numbers(policy):
+def test_policy_that_leaves_a_step_without_work_is_named_with_the_numbers(policy):
     with pytest.raises(RuntimeError) as refusal:
         run([request("a", 7, 2), request("b", 3, 2)], policy, seats=3, budget=50, num_blocks=11)
     for fact in (policy.name, "step 0", "0 running", "2 waiting", "3 of 3 seats", "11 of 11 blocks", "50"):
@@ -549,7 +599,7 @@ def test_a_policy_that_leaves_a_step_without_work_is_named_with_the_numbers(poli
     assert "'a'" in str(refusal.value)
 
 
-def test_a_policy_that_falls_silent_midway_is_named_with_the_numbers():
+def test_policy_that_falls_silent_midway_is_named_with_the_numbers():
     class Tired(Policy):
         name = "tired"
 
@@ -561,18 +611,18 @@ def test_a_policy_that_falls_silent_midway_is_named_with_the_numbers():
 
 
 @pytest.mark.parametrize("wanted", [10**30, float("inf")])
-def test_a_want_beyond_the_request_and_the_budget_is_clipped(wanted):
+def test_proposal_beyond_the_request_and_the_budget_is_clipped(wanted):
     requests = random_requests(5)
     greedy = run(requests, Wanting(wanted), seats=3, budget=6)
     assert greedy.steps == run(requests, "fcfs", seats=3, budget=6).steps
 
 
-def test_a_want_of_one_token_prefills_one_token_a_step():
+def test_proposal_of_one_token_prefills_one_token_a_step():
     trace = run([request("a", 3, 2), request("b", 2, 1)], Wanting(1))
     assert served(trace) == ["a1 b1", "a1 b1", "a1", "a1"]
 
 
-def test_a_request_that_is_proposed_twice_is_served_once():
+def test_proposal_that_repeats_a_request_is_scheduled_once():
     class Stuttering(Policy):
         name = "stuttering"
 
@@ -584,7 +634,7 @@ def test_a_request_that_is_proposed_twice_is_served_once():
     assert run(requests, Stuttering(), budget=6).steps == run(requests, Wanting(1), budget=6).steps
 
 
-def test_finished_requests_that_are_proposed_are_passed_over():
+def test_proposal_of_a_finished_request_is_passed_over():
     class Remembering(Policy):
         name = "remembering"
 
@@ -607,7 +657,7 @@ def test_finished_requests_that_are_proposed_are_passed_over():
 
 
 @pytest.mark.parametrize("identity", ["stranger", "a"])
-def test_a_request_of_another_run_that_is_proposed_is_an_error_that_names_the_policy(identity):
+def test_proposal_of_an_unknown_request_is_an_error_that_names_the_policy(identity):
     class Confused(Policy):
         name = "confused"
 
@@ -619,8 +669,8 @@ def test_a_request_of_another_run_that_is_proposed_is_an_error_that_names_the_po
         run([request("a", 3, 2)], Confused())
 
 
-@pytest.mark.parametrize("choice", ["waiting", "finished", "stranger", "nobody"])
-def test_a_victim_that_is_no_candidate_is_an_error_that_names_the_policy(choice):
+@pytest.mark.parametrize("choice", ["waiting", "finished", "stranger", "none"])
+def test_victim_that_is_no_candidate_is_an_error_that_names_the_policy(choice):
     class Vicious(Policy):
         name = "vicious"
 
@@ -638,7 +688,7 @@ def test_a_victim_that_is_no_candidate_is_an_error_that_names_the_policy(choice)
                 "waiting": next(iter(view.waiting)),
                 "finished": self.seen.finished,
                 "stranger": stranger,
-                "nobody": None,
+                "none": None,
             }[choice]
 
     requests = [request("f", 1, 2), request("a", 3, 7), request("b", 3, 7), request("c", 3, 7)]
@@ -646,7 +696,7 @@ def test_a_victim_that_is_no_candidate_is_an_error_that_names_the_policy(choice)
         run(requests, Vicious(), seats=3, num_blocks=10)
 
 
-def test_every_candidate_for_a_preemption_runs_and_is_given_in_the_order_of_admission():
+def test_victim_candidates_are_the_running_requests_in_order_of_admission():
     asked = []
 
     class Polite(Policy):
@@ -665,11 +715,11 @@ def test_every_candidate_for_a_preemption_runs_and_is_given_in_the_order_of_admi
 @pytest.mark.parametrize(
     ("text", "keeps"), [("false", True), ("False", True), ("true", False), ("TRUE", False)]
 )
-def test_a_truth_value_may_be_written_in_any_case(text, keeps):
+def test_get_reads_true_and_false_in_any_case(text, keeps):
     assert policies.get(f"static:release={text}").keeps_seats == keeps
 
 
-def test_an_option_of_a_false_kind_or_a_missing_one_is_refused_by_name():
+def test_get_refuses_an_option_of_another_type_or_a_missing_one_by_name():
     with pytest.raises(ValueError, match="option release is 'maybe'; it must be True or False"):
         policies.get("static:release=maybe")
 
@@ -691,7 +741,7 @@ def test_an_option_of_a_false_kind_or_a_missing_one_is_refused_by_name():
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "sjf", "prefill_first", "static", "static:release"])
-def test_everyone_is_served_in_turn_when_the_budget_is_below_the_running_rows(policy):
+def test_policies_take_turns_when_the_budget_is_below_the_running_rows(policy):
     requests = [Request(str(n), 1, 12) for n in range(6)]
     trace = simulate(requests, policy, scheduler=SchedulerConfig(8, 4))
     gaps = [gap for record in trace.requests for gap in record.itl]
@@ -699,7 +749,7 @@ def test_everyone_is_served_in_turn_when_the_budget_is_below_the_running_rows(po
     assert all(len(record.tokens) == 12 for record in trace.requests)
 
 
-def test_proposals_without_end_are_an_error_and_no_hang():
+def test_proposals_without_end_are_an_error():
     class Endless(policies.Policy):
         """Propose the same requests for ever."""
 

@@ -36,14 +36,14 @@ OPTIONAL = {"max_model_len", "vocab_size"}
         if not (value is None and name in OPTIONAL)
     ],
 )
-def test_a_limit_that_is_no_positive_integer_is_refused_by_name_and_value(config, name, value):
+def test_config_refuses_a_limit_that_is_no_positive_integer(config, name, value):
     with pytest.raises(ValueError, match=f"{config.__name__}: {name} is .*integer of at least 1") as refusal:
         config(**{**VALID[config], name: value})
     assert repr(value) in str(refusal.value)
 
 
 @pytest.mark.parametrize(("config", "fields"), VALID.items())
-def test_a_limit_of_one_is_enough_and_a_config_is_frozen(config, fields):
+def test_config_takes_limits_of_one_and_is_frozen(config, fields):
     smallest = config(**dict.fromkeys(fields, 1))
     for name in fields:
         assert getattr(smallest, name) == 1
@@ -52,26 +52,26 @@ def test_a_limit_of_one_is_enough_and_a_config_is_frozen(config, fields):
 
 
 @pytest.mark.parametrize(("config", "name"), [(SchedulerConfig, "max_model_len"), (ModelShape, "vocab_size")])
-def test_only_a_limit_that_may_be_absent_may_be_none(config, name):
+def test_config_takes_none_for_an_optional_limit(config, name):
     assert getattr(config(**{**VALID[config], name: None}), name) is None
 
 
-def test_the_pool_holds_a_block_size_of_tokens_in_every_block():
+def test_cache_config_counts_the_tokens_of_its_pool():
     assert CacheConfig(num_blocks=7, block_size=3).num_tokens == 21
 
 
-def test_query_heads_must_divide_among_kv_heads():
+def test_model_shape_divides_query_heads_among_kv_heads():
     with pytest.raises(ValueError, match="8 query heads do not divide among 3 KV heads"):
         ModelShape(**{**SHAPE, "num_kv_heads": 3})
 
 
-def test_a_shape_is_read_off_a_config():
+def test_model_shape_is_read_off_a_config():
     shape = ModelShape.from_config(LLAMA, num_parameters=5, dtype_bytes=2)
     assert shape == ModelShape(4, 8, 2, 16, 5, dtype_bytes=2, max_model_len=512, vocab_size=99)
 
 
 @pytest.mark.parametrize("absent", ["missing", None])
-def test_a_config_without_grouped_heads_means_as_many_kv_heads_and_a_split_hidden_size(absent):
+def test_model_shape_without_grouped_heads_splits_the_hidden_size(absent):
     config = {**LLAMA, "num_key_value_heads": absent, "head_dim": absent}
     if absent == "missing":
         del config["num_key_value_heads"], config["head_dim"]
@@ -80,7 +80,7 @@ def test_a_config_without_grouped_heads_means_as_many_kv_heads_and_a_split_hidde
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads"])
-def test_a_config_that_lacks_a_field_is_refused_by_its_name(field):
+def test_model_shape_refuses_a_config_that_lacks_a_field(field):
     config = {name: value for name, value in LLAMA.items() if name != field}
     with pytest.raises(ValueError, match=f"no '{field}'"):
         ModelShape.from_config(config, num_parameters=5, dtype_bytes=2)

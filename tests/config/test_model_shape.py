@@ -130,7 +130,7 @@ def fill_cache(config, num_tokens: int) -> list:
 
 
 @pytest.mark.parametrize("model_type", TINY)
-def test_the_shape_predicts_the_bytes_that_transformers_caches(model_type):
+def test_model_shape_predicts_the_bytes_that_transformers_caches(model_type):
     fields, expected = TINY[model_type]
     # Some classes' padding token lies outside so small a vocabulary.
     config = CONFIG_MAPPING[model_type](pad_token_id=0, **fields)
@@ -144,19 +144,19 @@ def test_the_shape_predicts_the_bytes_that_transformers_caches(model_type):
 
 
 @pytest.mark.parametrize("model_type", [name for name in TINY if name != "bamba"])
-def test_a_saved_config_reads_like_the_object(model_type):
+def test_model_shape_reads_a_saved_config_like_the_object(model_type):
     config = CONFIG_MAPPING[model_type](**TINY[model_type][0])
     assert read(json.loads(config.to_json_string())) == read(config)
 
 
-def test_a_saved_config_that_does_not_say_which_layers_are_recurrent_is_refused():
+def test_model_shape_refuses_a_saved_config_with_unnamed_recurrent_layers():
     saved = json.loads(CONFIG_MAPPING["bamba"](**TINY["bamba"][0]).to_json_string())
     with pytest.raises(ValueError, match=r"'mamba_d_state', so layers without KV.*AutoConfig"):
         read(saved)
 
 
 @pytest.mark.parametrize("model_type", ["mistral", "gemma2"])
-def test_a_windowed_request_holds_one_token_more_while_it_attends_than_between_steps(model_type):
+def test_model_shape_holds_one_windowed_token_more_during_a_step(model_type):
     shape = read(config := CONFIG_MAPPING[model_type](**TINY[model_type][0]))
     held = sum(tensor.nbytes for layer in fill_cache(config, 11) for tensor in (layer.keys, layer.values))
     token = kv_bytes_per_token(shape) // shape.num_layers
@@ -293,18 +293,18 @@ PUBLISHED = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_config_is_read_under_its_own_names(name):
+def test_model_shape_reads_published_configs(name):
     config, shape = PUBLISHED[name]
     assert read(config) == shape
 
 
-def test_qwen2_windows_the_layers_from_max_window_layers_on():
+def test_model_shape_of_qwen2_windows_the_layers_from_max_window_layers_on():
     fields = {**LLAMA, "sliding_window": 4, "use_sliding_window": True, "max_window_layers": 3}
     assert summary(read({"model_type": "qwen2", **fields})) == (4, 1, 2, 8, 8)
     assert read(CONFIG_MAPPING["qwen2"](**fields)).num_sliding_layers == 1
 
 
-def test_the_text_decoder_of_a_multimodal_config_is_read():
+def test_model_shape_reads_the_text_decoder_of_a_multimodal_config():
     config = CONFIG_MAPPING["gemma3"]()
     assert read(config) == read(config.text_config) == read(config.to_dict())
     assert read(config).num_sliding_layers
@@ -330,12 +330,12 @@ def test_the_text_decoder_of_a_multimodal_config_is_read():
         ({"num_hidden_layers": 2, "num_attention_heads": 2}, "no 'hidden_size'.*AutoConfig"),
     ],
 )
-def test_a_config_whose_cache_is_no_such_shape_is_refused_by_its_field(fields, complaint):
+def test_model_shape_refuses_a_config_with_another_kind_of_cache(fields, complaint):
     with pytest.raises(ValueError, match=complaint):
         read(fields)
 
 
-def test_a_config_object_whose_layers_differ_is_refused():
+def test_model_shape_refuses_a_config_object_whose_layers_differ():
     with pytest.raises(ValueError, match="its layers differ"):
         read(CONFIG_MAPPING["gemma4_text"]())
 
@@ -349,6 +349,6 @@ def test_a_config_object_whose_layers_differ_is_refused():
         {"sliding_window": 8, "num_sliding_layers": -1},
     ],
 )
-def test_a_window_and_its_layers_go_together(fields):
+def test_model_shape_has_a_window_if_and_only_if_layers_are_windowed(fields):
     with pytest.raises(ValueError, match="num_sliding_layers is"):
         replace(ModelShape(4, 8, 8, 16, 1), **fields)

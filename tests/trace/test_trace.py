@@ -8,12 +8,14 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cbresearch import CacheConfig, Request, SchedulerConfig, metrics, simulate
 from cbresearch.costs import Linear
 from cbresearch.request import Refusal
-from cbresearch.trace import RequestRecord, Trace, write_csv, write_json, write_whole
+from cbresearch.step import SKIP_REASONS
+from cbresearch.trace import RequestRecord, Trace, write_columns, write_json, write_whole
 
 BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release"]
 LIMITS = SchedulerConfig(3, 9)
@@ -52,48 +54,116 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
+def rows(columns):
+    """Return the columns of a trace as one dict a row, with None for what is undefined."""
+    lists = {name: values.tolist() for name, values in columns.items()}
+    return [
+        {name: None if value != value else value for name, value in zip(lists, row, strict=True)}
+        for row in zip(*lists.values(), strict=True)
+    ]
+
+
 def test_times_are_named_with_their_unit_and_numbers_of_things_are_not(trace):
-    for record in (*trace.steps, *trace.requests):
-        for name, value in record.row().items():
+    for row in (*rows(trace.step_columns), *rows(trace.request_columns)):
+        for name, value in row.items():
             assert isinstance(value, float) <= name.endswith("_s"), name
             if name.endswith("_s"):
                 assert value is None or isinstance(value, float), name
 
 
-def test_a_csv_file_gives_back_every_row_with_none_as_an_empty_cell(trace, tmp_path):
-    for name in ("requests", "steps"):
-        rows = [record.row() for record in getattr(trace, name)]
-        write_csv(tmp_path / f"{name}.csv", rows[0], rows)
-        read = read_csv(tmp_path / f"{name}.csv")
-        assert [list(row) for row in read] == [list(row) for row in rows]
-        for given, found in zip(rows, read, strict=True):
-            assert found == {key: "" if value is None else str(value) for key, value in given.items()}
+def test_csv_file_gives_back_every_row_with_none_as_an_empty_cell(trace, tmp_path):
+    for columns in (trace.request_columns, trace.step_columns):
+        write_columns(tmp_path / "rows.csv", {trace.policy: columns}, "policy")
+        read = read_csv(tmp_path / "rows.csv")
+        assert [list(row) for row in read] == [["policy", *columns]] * len(read)
+        for given, found in zip(rows(columns), read, strict=True):
+            text = {key: "" if value is None else str(value) for key, value in given.items()}
+            assert found == {"policy": trace.policy, **text}
 
 
-def test_frames_have_the_rows_and_the_columns_of_the_csv_files(trace):
-    for frame, records in ((trace.steps_frame(), trace.steps), (trace.requests_frame(), trace.requests)):
-        assert list(frame.columns) == list(records[0].row())
-        assert len(frame) == len(records)
+def test_csv_file_of_several_runs_has_them_below_each_other(tmp_path):
+    traces = {"fcfs": random_run("fcfs"), 'a "b", c\nd': random_run("static")}
+    write_columns(tmp_path / "a.csv", {name: run.request_columns for name, run in traces.items()}, "run")
+    read = read_csv(tmp_path / "a.csv")
+    assert [row["run"] for row in read] == [name for name, run in traces.items() for _ in run.requests]
+    assert [row["error"] for row in read] == [
+        record.error or "" for run in traces.values() for record in run.requests
+    ]
+    write_columns(tmp_path / "none.csv", {}, "run")
+    assert (tmp_path / "none.csv").read_text() == "run\n"
 
 
-def test_a_step_row_counts_what_its_plan_holds(trace):
-    for record in trace.steps:
-        row, plan = record.row(), record.plan
+def test_frames_have_the_rows_and_the_columns_of_the_trace(trace):
+    for frame, columns in (
+        (trace.steps_frame(), trace.step_columns),
+        (trace.requests_frame(), trace.request_columns),
+    ):
+        assert list(frame.columns) == list(columns)
+        found = [
+            {name: None if value != value else value for name, value in row.items()}
+            for row in frame.to_dict("records")
+        ]
+        assert found == rows(columns)
+
+
+def test_step_columns_count_what_the_plans_hold(trace):
+    for record, row in zip(trace.steps, rows(trace.step_columns), strict=True):
+        plan = record.plan
         prefill = [entry for entry in plan.scheduled if entry.is_prefill]
         assert row["step"] == plan.step
         assert (row["start_s"], row["duration_s"]) == (record.start, record.duration)
         assert row["num_prefill_tokens"] == sum(entry.num_tokens for entry in prefill)
         assert row["num_decode_tokens"] == len(plan.scheduled) - len(prefill)
+        assert row["num_scheduled"] == len(plan.scheduled)
+        assert row["num_sampled_tokens"] == sum(entry.samples for entry in plan.scheduled)
         assert row["num_tokens"] == row["num_prefill_tokens"] + row["num_decode_tokens"] + len(plan.padding)
         contexts = [entry.start + entry.num_tokens for entry in plan.scheduled]
         contexts += [padding.context_length for padding in plan.padding]
         assert row["num_context_tokens"] == sum(contexts)
         assert row["num_finished"] == len(record.finished)
+        assert {name: row[name] for name in record.pool._fields} == record.pool._asdict()
+        assert (row["num_admitted"], row["num_preempted"]) == (len(plan.admitted), len(plan.preempted))
+        reasons = record.num_skipped()
+        assert all(row[f"num_skipped_for_{reason}"] == reasons[reason] for reason in SKIP_REASONS)
+        for kind, name in (("copy", "copied"), ("swap_out", "swapped_out"), ("swap_in", "swapped_in")):
+            assert row[f"num_{name}_blocks"] == sum(transfer.kind == kind for transfer in plan.transfers)
+
+
+def test_columns_are_computed_once_and_cannot_be_written_to(trace):
+    assert trace.step_columns is trace.step_columns and trace.request_columns is trace.request_columns
+    for values in (*trace.step_columns.values(), *trace.request_columns.values()):
+        with pytest.raises(ValueError, match="read-only"):
+            values[0] = values[1]
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "static", "vllm_v0"])
+@pytest.mark.parametrize("seed", range(6))
+def test_columns_of_decode_runs_are_those_of_their_steps_one_by_one(policy, seed):
+    generator = random.Random(seed)
+    requests = [
+        Request(str(place), generator.randint(1, 20), generator.randint(1, 40), generator.random() * 60)
+        for place in range(14)
+    ]
+    limits = SchedulerConfig(3, preemption="swap")
+    cache = CacheConfig(25, 4, num_host_blocks=12, prefix_caching=bool(seed % 2) and policy != "static")
+    trace = simulate(requests, policy, cost=Linear(0.3, 0.01), scheduler=limits, cache=cache)
+    assert len(trace.parts) < len(trace.steps)
+    spelled_out = replace(trace, steps=tuple(trace.steps))
+    for name, values in spelled_out.step_columns.items():
+        assert np.array_equal(trace.step_columns[name], values, equal_nan=True), name
+    assert list(metrics.memory(trace)) == list(metrics.memory(spelled_out))
+    assert spelled_out == trace
+
+
+def test_counters_of_the_pool_can_be_read_from_a_step_and_nothing_else(trace):
+    step = trace.steps[0]
+    assert (step.num_running, step.num_held_blocks) == (step.pool.num_running, step.pool.num_held_blocks)
+    with pytest.raises(AttributeError, match="num_runing"):
+        step.num_runing  # noqa: B018
 
 
 def test_step_rows_add_up_to_the_request_rows(trace):
-    steps = [record.row() for record in trace.steps]
-    requests = [record.row() for record in trace.requests]
+    steps, requests = rows(trace.step_columns), rows(trace.request_columns)
 
     def total(rows, name):
         return sum(row[name] for row in rows)
@@ -107,6 +177,13 @@ def test_step_rows_add_up_to_the_request_rows(trace):
     fed_back = total(requests, "num_output_tokens") - len(trace.served)
     prompts = sum(record.num_prompt_tokens for record in trace.served)
     assert computed == prompts + fed_back + total(requests, "num_recomputed_tokens")
+
+
+def test_token_times_of_all_requests_lie_in_one_array(trace):
+    times, offsets = trace.token_times
+    for record, begin, end in zip(trace.requests, offsets[:-1], offsets[1:], strict=True):
+        assert tuple(times[begin:end]) == record.token_times
+    assert offsets[-1] == len(times)
 
 
 def test_a_request_row_has_the_definitions_of_its_times():
@@ -135,9 +212,9 @@ def test_what_a_request_does_not_define_is_none(times):
 
 
 def test_a_refused_request_has_no_times_and_keeps_its_reason(trace):
-    rows = {row["id"]: row for row in (record.row() for record in trace.requests)}
+    found = {row["id"]: row for row in rows(trace.request_columns)}
     for name in ("line", "too long"):
-        row = rows[name]
+        row = found[name]
         assert row["error"]
         undefined = {key for key, value in row.items() if value is None}
         assert undefined >= {
@@ -303,7 +380,7 @@ def test_a_file_is_written_with_its_folder_and_replaces_the_one_before(tmp_path)
         lambda path: write_json(path, {"metric": math.nan}),
         lambda path: write_json(path, {"metric": math.inf}),
         lambda path: write_json(path, {"metric": object()}),
-        lambda path: write_csv(path, ["a"], [{"a": 1}, {"a": 2, "b": 3}]),
+        lambda path: write_columns(path, {"a": {"x": np.arange(3), "y": np.arange(2)}}, "run"),
     ],
     ids=["encoding", "nan", "infinity", "no json", "ragged rows"],
 )
@@ -329,6 +406,7 @@ def test_a_write_that_is_broken_off_leaves_nothing(tmp_path, monkeypatch, error)
     assert names(tmp_path) == []
 
 
-def test_a_csv_file_of_no_rows_has_its_header(tmp_path):
-    write_csv(tmp_path / "rows.csv", ["a", "b"], [])
-    assert (tmp_path / "rows.csv").read_text() == "a,b\n"
+def test_csv_file_of_no_rows_has_its_header(tmp_path):
+    write_columns(tmp_path / "rows.csv", {"a": Trace("fcfs", LIMITS, POOL).request_columns}, "policy")
+    assert (tmp_path / "rows.csv").read_text().startswith("policy,id,client,arrival_s,")
+    assert (tmp_path / "rows.csv").read_text().count("\n") == 1

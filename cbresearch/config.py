@@ -1,8 +1,9 @@
-"""Limits of the cache, the scheduler and the queue."""
+"""Frozen configurations, validated when they are built: limits and a machine."""
 
 from dataclasses import dataclass
 
-from cbresearch.config.checks import require_positive
+from cbresearch.checks import check_numbers
+from cbresearch.model_shape import ModelShape as ModelShape  # noqa: PLC0414
 
 RESERVATIONS = ("max", "pow2", "oracle")
 PREEMPTIONS = ("recompute", "swap")
@@ -23,8 +24,8 @@ class CacheConfig:
         reservation: None for paging; "max", "pow2" or "oracle" for a baseline that reserves each request a
             contiguous run of blocks when it joins, for the longest context that is allowed, for its output
             rounded up to a power of two, or for its true output (vLLM, SOSP'23, section 6.1).
-        cache_on_schedule: Whether a prefix counts as cached as soon as a step is planned that computes it, so
-            that requests of that very step may share it, as in vLLM v1; else once it is computed.
+        cache_on_schedule: Count a prefix as cached as soon as a step is planned that computes it, as vLLM v1
+            does, so that other requests of the same step may share it; else only once it is computed.
 
     Raises:
         ValueError: A number is out of range, or contiguous runs are asked for along with what only pages
@@ -40,9 +41,7 @@ class CacheConfig:
     cache_on_schedule: bool = False
 
     def __post_init__(self) -> None:
-        require_positive(self, "num_blocks", "block_size", "sliding_window")
-        if self.num_host_blocks:
-            require_positive(self, "num_host_blocks")
+        check_numbers(self)
         if self.reservation is None:
             return
         if self.reservation not in RESERVATIONS:
@@ -70,13 +69,12 @@ class SchedulerConfig:
         max_num_seqs: Number of seats: requests that may be in the batch at once.
         max_num_batched_tokens: Token budget of one step, prefill and decode together.
         max_model_len: Largest prompt + output of a request in tokens, or None for no limit.
-        preemption: What policies do with the KV of a request that has to make room, unless they decide
-            otherwise: "recompute" throws it away, "swap" moves it to the host tier while that has room.
-
-        max_preemptions: Preemptions of a request after which no newcomer displaces it any more, and it makes
-            room for others only if all of them have been preempted as often.
-        chunked_prefill: Whether a prompt may be computed over several steps. If not, nobody is accepted who
-            could need more than one step's token budget for it.
+        preemption: What policies do with the KV of a preempted request, unless they decide otherwise:
+            "recompute" throws it away, "swap" moves it to the host tier while that has room.
+        max_preemptions: Preemptions of a request after which no waiting request displaces it any more, and
+            it makes room for others only if all of them have been preempted as often.
+        chunked_prefill: Whether a prompt may be computed over several steps. If not, a request is rejected
+            that could need more than one step's token budget for it.
 
     Raises:
         ValueError: A limit is below 1, or the preemption is unknown.
@@ -90,7 +88,7 @@ class SchedulerConfig:
     chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_preemptions")
+        check_numbers(self)
         if self.preemption not in PREEMPTIONS:
             raise ValueError(
                 f"SchedulerConfig: preemption is {self.preemption!r}; choose one of {PREEMPTIONS}"
@@ -99,11 +97,11 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limit what may wait for its first seat; beyond it an engine refuses newcomers.
+    """Limit the requests that wait for their first seat; beyond it an engine rejects new ones.
 
     Attributes:
-        max_num_requests: Requests, or None for no limit.
-        max_num_tokens: Their prompt tokens together, or None for no limit.
+        max_num_requests: Number of requests, or None for no limit.
+        max_num_tokens: Prompt tokens of these requests together, or None for no limit.
 
     Raises:
         ValueError: A limit is below 1.
@@ -113,4 +111,29 @@ class QueueLimits:
     max_num_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        require_positive(self, "max_num_requests", "max_num_tokens")
+        check_numbers(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Hold the numbers of a machine that step times depend on.
+
+    Attributes:
+        name: What the machine is called.
+        peak_flops: FLOP/s of its matrix products in the model's data type.
+        bandwidth: Bytes/s of its memory.
+        memory_bytes: Bytes of its memory, or None if unknown.
+        link_bandwidth: Bytes/s of its PCIe or NVLink link to the host's memory, one way; None without one.
+
+    Raises:
+        ValueError: A number is not positive.
+    """
+
+    name: str
+    peak_flops: float
+    bandwidth: float
+    memory_bytes: int | None = None
+    link_bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        check_numbers(self)

@@ -10,7 +10,7 @@ from test_window_blocks import is_out_of_sight
 
 from cbresearch.blocks import NULL_BLOCK
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.metrics import memory_shares
+from cbresearch.metrics import memory, memory_shares
 from cbresearch.request import Request, parallel_samples
 from cbresearch.simulator import simulate
 
@@ -18,7 +18,7 @@ CATEGORIES = ("token_states", "reserved", "internal", "external", "cached", "fre
 
 
 def uses(trace):
-    return list(trace.memory())
+    return list(memory(trace))
 
 
 def parts(use):
@@ -26,9 +26,9 @@ def parts(use):
 
 
 def assert_adds_up(trace):
-    memory = uses(trace)
-    assert len(memory) == len(trace.steps)
-    for step, use in zip(trace.steps, memory, strict=True):
+    used = uses(trace)
+    assert len(used) == len(trace.steps)
+    for step, use in zip(trace.steps, used, strict=True):
         assert min(use) >= 0, (step.plan.step, use)
         assert sum(parts(use)) == trace.cache.num_tokens, (step.plan.step, use)
         assert use.token_states + use.reserved + use.internal == step.num_held_blocks * trace.cache.block_size
@@ -88,8 +88,8 @@ def count_slots(trace, keeps_rows=False):
 
 def assert_counted(trace, keeps_rows=False):
     counted = list(count_slots(trace, keeps_rows))
-    memory = uses(trace)
-    assert [(use.token_states, use.reserved, use.internal, use.shared) for use in memory] == counted
+    used = [(use.token_states, use.reserved, use.internal, use.shared) for use in uses(trace)]
+    assert used == counted
 
 
 # --- by hand
@@ -157,7 +157,7 @@ def test_a_reservation_for_the_longest_answer_is_internal_where_the_answer_ends_
 def test_free_blocks_are_external_exactly_while_memory_refuses_someone():
     requests = [Request("a", 5, 4), Request("b", 5, 4)]
     trace = simulate(requests, cache=CacheConfig(3, 4))
-    assert [(use.external, use.free) for use in trace.memory()] == [(4, 0)] * 4 + [(0, 4)] * 4
+    assert [(use.external, use.free) for use in memory(trace)] == [(4, 0)] * 4 + [(0, 4)] * 4
     assert_adds_up(trace)
 
 
@@ -166,7 +166,7 @@ def test_free_runs_that_lie_apart_are_external_while_a_longer_one_is_refused():
     requests = [Request(name, 2, max_tokens) for name, max_tokens in zip("abcd", (1, 3, 1, 3), strict=True)]
     requests.append(Request("e", 7, 2, 0.5))
     trace = simulate(requests, cache=CacheConfig(4, 4, reservation="oracle"))
-    assert [parts(use) for use in trace.memory()] == [
+    assert [parts(use) for use in memory(trace)] == [
         (8, 4, 4, 0, 0, 0),
         (6, 2, 0, 8, 0, 0),
         (8, 0, 0, 8, 0, 0),
@@ -178,7 +178,7 @@ def test_free_runs_that_lie_apart_are_external_while_a_longer_one_is_refused():
 def test_samples_of_one_prompt_by_hand():
     samples = parallel_samples(Request("s", distinct(0, 6), 3), 2)
     trace, _ = serve_watched(samples, cache=CacheConfig(4, 4))
-    assert [(*parts(use), use.shared) for use in trace.memory()] == [
+    assert [(*parts(use), use.shared) for use in memory(trace)] == [
         (6, 2, 0, 0, 0, 8, 0),
         # The first has 7 tokens. The other shares 4 and has copied 2, of which the last was computed again.
         (4 + 3 + 2, 1 + 2, 0, 0, 0, 4, 4),
@@ -189,7 +189,7 @@ def test_samples_of_one_prompt_by_hand():
 
 def test_what_a_static_batch_keeps_of_the_finished_is_internal_by_hand():
     trace = simulate([Request("a", 3, 1), Request("b", 3, 3)], "static", cache=CacheConfig(4, 4))
-    assert [parts(use) for use in trace.memory()] == [
+    assert [parts(use) for use in memory(trace)] == [
         (6, 1, 1, 0, 0, 8),
         (4, 0, 4, 0, 0, 8),
         (5, 0, 3 + 4, 0, 0, 4),
@@ -199,7 +199,7 @@ def test_what_a_static_batch_keeps_of_the_finished_is_internal_by_hand():
 def test_blocks_that_nobody_refers_to_are_cached_until_their_room_is_needed():
     requests = [Request("a", distinct(0, 8), 1), Request("b", distinct(50, 3), 8, 5.0)]
     trace = simulate(requests, cache=CacheConfig(3, 4, prefix_caching=True))
-    assert [parts(use) for use in trace.memory()] == [
+    assert [parts(use) for use in memory(trace)] == [
         (8, 0, 0, 0, 0, 4),
         (3, 1, 0, 0, 8, 0),
         (4, 0, 0, 0, 8, 0),
@@ -215,7 +215,7 @@ def test_blocks_that_nobody_refers_to_are_cached_until_their_room_is_needed():
 def test_a_window_gives_back_what_it_no_longer_shows_by_hand():
     # Window 3, blocks of 2: position 6 sees 4 to 6.
     trace, _ = serve_watched([Request("a", distinct(0, 5), 4)], cache=CacheConfig(5, 2, sliding_window=3))
-    assert [parts(use) for use in trace.memory()] == [
+    assert [parts(use) for use in memory(trace)] == [
         # Position 5 sees 3 to 5: block 0 goes, blocks 1 and 2 stay with 3 tokens and a slot to fill.
         (3, 1, 0, 0, 0, 6),
         (2, 0, 0, 0, 0, 8),
@@ -231,7 +231,7 @@ def test_slots_in_the_hosts_pool_are_counted_while_their_request_is_out():
     back = next(step.plan.step for step in trace.steps if step.plan.num_transfers("swap_in"))
     num_blocks = trace.steps[out].plan.num_transfers("swap_out")
     assert num_blocks >= 3
-    assert [use.host for use in trace.memory()] == [
+    assert [use.host for use in memory(trace)] == [
         4 * num_blocks * (out <= step < back) for step in range(len(trace.steps))
     ]
     # What is out holds no slot here.
@@ -274,7 +274,7 @@ def test_every_slot_is_in_the_category_that_counting_slots_says(policy):
         assert_adds_up(trace)
         assert_counted(trace)
         seen.update(witness.num_transfers)
-        for use in trace.memory():
+        for use in memory(trace):
             seen.update(use._asdict())
     assert all(seen[name] > 0 for name in (*CATEGORIES, "host", "swap_in")), seen
 
@@ -288,7 +288,7 @@ def test_every_slot_is_in_the_category_that_counting_slots_says_under_windows():
         trace, _ = serve_watched(requests, "fcfs", limits, cache)
         assert_adds_up(trace)
         assert_counted(trace)
-        shared += sum(use.shared for use in trace.memory())
+        shared += sum(use.shared for use in memory(trace))
     assert shared > 0
 
 
@@ -325,7 +325,7 @@ def test_reservations_are_counted_slot_by_slot(reservation, policy):
         trace, _ = serve_watched(requests, policy, limits, cache)
         assert_adds_up(trace)
         assert_counted(trace)
-        for use in trace.memory():
+        for use in memory(trace):
             seen.update(use._asdict())
     assert all(seen[name] > 0 for name in ("token_states", "reserved", "internal", "external")), seen
     assert seen["cached"] == seen["shared"] == seen["host"] == 0
@@ -350,8 +350,8 @@ def test_pages_waste_less_than_one_block_a_request():
     for size in (1, 4, 16):
         cache = CacheConfig(least_pool(requests, limits, size) * 3, size)
         trace = simulate(requests, scheduler=limits, cache=cache)
-        for step, use in zip(trace.steps, trace.memory(), strict=True):
+        for step, use in zip(trace.steps, memory(trace), strict=True):
             assert use.reserved + use.internal <= (size - 1) * step.num_running
         shares = memory_shares(trace)
-        totals = np.array([parts(use) for use in trace.memory()]).sum(axis=0)
+        totals = np.array([parts(use) for use in memory(trace)]).sum(axis=0)
         assert [shares[name] for name in CATEGORIES] == pytest.approx((totals / totals.sum()).tolist())

@@ -75,7 +75,7 @@ def jobs(seed, number, longest, horizon):
 # --- the table
 
 
-def test_each_policy_names_its_rule_family_and_source():
+def test_table_names_rule_family_and_source_of_each_policy():
     table = policies.table()
     assert set(table) == set(policies.available())
     assert {entry.family for entry in table.values()} == {
@@ -92,11 +92,11 @@ def test_each_policy_names_its_rule_family_and_source():
         assert entry.rule.endswith("."), name
 
 
-def test_the_rules_are_told_apart_by_their_first_lines():
+def test_table_tells_policies_apart_by_their_rules():
     assert len(set(policies.available().values())) == len(EVERY)
 
 
-def test_a_policy_of_ones_own_has_no_source_unless_it_names_one(monkeypatch):
+def test_table_has_no_source_for_an_own_policy_that_names_none(monkeypatch):
     monkeypatch.setattr(policies, "_REGISTRY", dict(policies._REGISTRY))
 
     @policies.register
@@ -120,14 +120,14 @@ def code_lines(policy):
     return sum(bool(line.strip()) and place not in texts for place, line in lines)
 
 
-def test_a_policy_is_read_in_one_glance():
-    sizes = {name: code_lines(type(policies.get(name))) for name in EVERY}
+def test_policy_classes_have_few_lines():
+    sizes = {policy: code_lines(policy) for policy in {type(policies.get(name)) for name in EVERY}}
     assert max(sizes.values()) < 30, sizes
-    assert statistics.median(sizes.values()) < 12, sizes
+    assert statistics.median(sizes.values()) < 15, sizes
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_a_policy_object_begins_each_run_anew(policy):
+def test_every_policy_object_begins_each_run_anew(policy):
     built = policies.get(policy)
     requests = jobs(3, 12, 9, 20)
     first, second = (run(requests, built, seats=2, num_blocks=14) for _ in range(2))
@@ -211,12 +211,12 @@ def test_hrrn_bounds_the_wait_that_sjf_does_not():
     }
     # Under sjf the long one waits for the whole stream, however long it is.
     assert waits["sjf"] == [102.0, 202.0, 402.0]
-    # Under hrrn it overtakes a newcomer as soon as it has waited longer for its size.
+    # Under hrrn it overtakes a new request as soon as it has waited longer for its size.
     assert len(set(waits["hrrn"])) == 1
     assert waits["hrrn"][0] <= 50
 
 
-def test_hrrn_serves_whoever_has_the_highest_response_ratio():
+def test_hrrn_admits_the_highest_response_ratio():
     # At time 4 the ratios are (4 + 8)/8 = 1.5 for a and (1 + 3)/3 = 1.33 for b, at time 9 (9 + 8)/8 and more.
     requests = [Request("x", 1, 4), Request("a", 1, 8), Request("b", 1, 3, arrival=3.0)]
     assert admitted(one_slot(requests, "hrrn")) == ["x", "a", "b"]
@@ -225,7 +225,7 @@ def test_hrrn_serves_whoever_has_the_highest_response_ratio():
     assert admitted(one_slot(requests, "hrrn")) == ["x", "b", "a"]
 
 
-def test_rank_promotes_who_starves_in_the_order_of_arrival():
+def test_rank_promotes_starving_requests_in_order_of_arrival():
     requests = [
         Request("x", 1, 10),
         Request("long", 1, 30, arrival=1.0),
@@ -233,7 +233,7 @@ def test_rank_promotes_who_starves_in_the_order_of_arrival():
         Request("short", 1, 2, arrival=2.0),
     ]
     assert admitted(one_slot(requests, "rank")) == ["x", "short", "long", "longer"]
-    # At second 10 the longest of all has waited for 9.5 seconds, and at its end everyone for long.
+    # At second 10 the longest of all has waited for 9.5 seconds, and at its end all have waited for long.
     assert admitted(one_slot(requests, "rank:starvation=9.2")) == ["x", "longer", "long", "short"]
     assert admitted(one_slot(requests, "rank:starvation=11.2")) == ["x", "short", "longer", "long"]
 
@@ -247,7 +247,7 @@ def test_trail_displaces_a_request_only_while_it_is_young(arrival):
     assert preemptions(one_slot(requests, "srpt")) == ["long"]
 
 
-def test_mlfq_lets_a_request_fall_when_its_quantum_is_used_and_a_newcomer_displace_it():
+def test_mlfq_demotes_a_request_at_its_quantum_and_a_new_one_displaces_it():
     requests = [Request("a", 1, 20), Request("b", 1, 20, arrival=2.0)]
     trace = one_slot(requests, "mlfq:levels=3,quantum=4,aging=1000")
     # Quanta are 4, 8 and without end; a prompt that is computed again counts as service.
@@ -264,7 +264,7 @@ def test_mlfq_lets_a_request_fall_when_its_quantum_is_used_and_a_newcomer_displa
 @pytest.mark.parametrize(
     ("prompt", "level"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (16, 2), (17, 2), (99, 2)]
 )
-def test_mlfq_lets_a_long_prompt_skip_the_levels_that_it_would_use_up(prompt, level):
+def test_mlfq_enters_a_long_prompt_below_the_levels_that_it_would_use_up(prompt, level):
     policy = policies.get("mlfq:levels=3,quantum=4")
     scheduler = Scheduler(policy, SchedulerConfig(1, 100), CacheConfig(200, 1))
     scheduler.submit(Request("first", 1, 9))
@@ -273,7 +273,7 @@ def test_mlfq_lets_a_long_prompt_skip_the_levels_that_it_would_use_up(prompt, le
     assert [int(policy.rank(view, state)) for state in scheduler.waiting] == [0, level]
 
 
-def test_mlfq_raises_who_has_waited_long():
+def test_mlfq_promotes_a_request_that_has_waited_long():
     requests = [Request("long", 40, 3), *(Request(str(n), 1, 3, arrival=3.0 * n) for n in range(30))]
     start = {
         aging: one_slot(requests, f"mlfq:quantum=8,aging={aging}").requests[0].first_scheduled
@@ -291,7 +291,7 @@ def test_mc_sf_admits_as_a_simulation_of_the_memory_to_come_says(block_size):
         held = [(draw.randint(1, 40), draw.randint(1, 30)) for _ in range(draw.randint(1, 6))]
         peak = 0
         for step in range(1, 31):
-            # Whoever still generates in this step holds the KV of all tokens but the one that comes out.
+            # A request that still generates holds the KV of all tokens but the one that comes out.
             blocks = [-(-(tokens - 1 + step) // block_size) for tokens, left in held if left >= step]
             peak = max(peak, sum(blocks))
         num_blocks = peak + draw.randint(-1, 1)
@@ -314,7 +314,7 @@ def memory_bound(seed):
 
 
 @pytest.mark.parametrize("policy", ["mc_sf", "no_evict", "orca", "orca:reserve=oracle"])
-def test_who_reserves_by_true_lengths_never_preempts_where_others_do(policy):
+def test_policies_that_reserve_by_true_lengths_never_preempt(policy):
     others = 0
     for seed in range(10):
         for block_size in (1, 4):
@@ -397,7 +397,7 @@ def test_no_evict_never_preempts_whatever_comes():
         assert all(record.finish_reason for record in trace.requests)
 
 
-def test_no_evict_admits_alone_who_needs_less_than_its_length_thanks_to_a_window():
+def test_no_evict_admits_a_windowed_request_longer_than_the_pool_alone():
     trace = simulate(
         [Request("a", 40, 40), Request("b", 4, 4)],
         "no_evict",
@@ -422,7 +422,7 @@ def test_orca_rounds_a_prediction_up_to_a_power_of_two_that_may_be_itself():
     for predicted, rounded in outputs.items():
         state = RequestState(Request("a", 10, 100, predicted_output=predicted), 0)
         assert Orca("pow2").num_slots(state) == 10 + rounded
-    # Nobody is expected to generate more than it may.
+    # No request is expected to generate more than it may.
     assert Orca("oracle").num_slots(RequestState(Request("a", 10, 100, predicted_output=500), 0)) == 110
 
 
@@ -457,7 +457,7 @@ def test_new_token_ratio_falls_linearly_to_its_floor_and_begins_anew_when_idle()
     assert [policy.share for _ in drive(scheduler, 1)] == [0.7]
 
 
-def test_new_token_ratio_counts_a_share_of_those_who_run_and_all_of_the_newcomer():
+def test_new_token_ratio_counts_a_share_of_running_requests_and_all_of_a_new_one():
     needed = 10 + 1 + 35 + 20 + 60
     for num_blocks, is_in in ((needed, True), (needed - 1, False)):
         policy = policies.get("new_token_ratio:ratio=0.5,decay=1000000000")
@@ -470,7 +470,7 @@ def test_new_token_ratio_counts_a_share_of_those_who_run_and_all_of_the_newcomer
         assert (len(plan.admitted) == 1) == is_in
 
 
-def test_new_token_ratio_retracts_who_generated_least_and_raises_its_share():
+def test_new_token_ratio_retracts_the_request_that_generated_least():
     policy = policies.get("new_token_ratio:ratio=0.0")
     scheduler = Scheduler(policy, SchedulerConfig(4, 100), CacheConfig(128, 1))
     scheduler.submit(Request("a", 10, 100))
@@ -479,7 +479,7 @@ def test_new_token_ratio_retracts_who_generated_least_and_raises_its_share():
     assert next(plan.preempted for plan in drive(scheduler, 60, now=5.0) if plan.preempted) == ("b",)
 
 
-def test_new_token_ratio_after_a_retraction_is_what_its_survivors_came_to():
+def test_new_token_ratio_sets_its_share_from_the_requests_that_stay():
     policy = policies.get("new_token_ratio")
     policy.begin()
     states = []
@@ -544,7 +544,7 @@ def test_vtc_keeps_two_backlogged_clients_within_its_proven_bound(seed):
     assert gaps["vtc"] <= bound < gaps["fcfs"]
 
 
-def test_vtc_lets_no_client_save_up_while_it_has_nobody_waiting():
+def test_vtc_lets_no_client_save_up_without_waiting_requests():
     requests = [Request(f"a{n}", 2, 4, client="a") for n in range(300)]
     requests += [Request(f"b{n}", 2, 4, arrival=200.0, client="b") for n in range(100)]
     trace = run(requests, "vtc", seats=1)
@@ -603,7 +603,7 @@ def test_lpm_admits_the_longest_cached_prefix_first():
     assert admitted(run(requests, "lpm:most=1", **limits)) == ["warm", "cold", "half", "whole"]
 
 
-def test_lpm_lets_one_of_those_that_share_a_prefix_go_ahead_so_that_the_others_hit_it():
+def test_lpm_sends_one_request_of_a_shared_prefix_ahead_so_that_others_hit_it():
     alike = prompts_alike(0, 3, length=40)
     requests = [Request(f"alike {n}", prompt, 2) for n, prompt in enumerate(alike)]
     requests.append(Request("other", tuple(range(300, 340)), 2))
@@ -644,7 +644,7 @@ def test_dlpm_charges_uncached_prompt_tokens_and_output_tokens():
 
 
 @pytest.mark.parametrize("urgent", [-10, 0, 4])
-def test_priority_makes_one_preemption_for_an_urgent_newcomer_and_none_among_equals(urgent):
+def test_priority_preempts_for_an_urgent_request_and_not_among_equals(urgent):
     requests = [
         Request("low", 1, 10, priority=5),
         Request("high", 1, 4, priority=urgent, arrival=3.0),
@@ -658,7 +658,7 @@ def test_priority_makes_one_preemption_for_an_urgent_newcomer_and_none_among_equ
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap"])
-def test_priority_makes_room_for_an_urgent_newcomer_that_lacks_blocks_as_well(mode):
+def test_priority_makes_room_for_an_urgent_request_that_lacks_blocks(mode):
     requests = [Request(name, 10, 8, priority=place) for place, name in enumerate("abc")]
     requests.append(Request("urgent", 25, 5, priority=-1, arrival=2.0))
     trace = run(requests, "priority", num_blocks=45, preemption=mode, num_host_blocks=99 * (mode == "swap"))
@@ -716,7 +716,7 @@ def test_edf_meets_all_deadlines_whenever_one_slot_can():
     assert all(number > 5 for number in missed.values()), missed
 
 
-def test_edf_serves_who_has_no_deadline_last():
+def test_edf_serves_a_request_without_deadline_last():
     requests = [
         Request("none", 1, 3),
         Request("late", 1, 3, deadline=99.0),
@@ -739,7 +739,7 @@ def test_least_slack_takes_the_time_of_the_prompt_into_account():
     assert admitted(without) == ["running", "short", "long", "none"]
 
 
-def test_least_relative_slack_does_not_put_off_whoever_has_a_late_deadline():
+def test_least_relative_slack_does_not_put_off_a_late_deadline():
     requests = [
         Request("running", 1, 83),
         Request("a", 1, 2, arrival=10.0, deadline=110.0),
@@ -750,7 +750,7 @@ def test_least_relative_slack_does_not_put_off_whoever_has_a_late_deadline():
     assert admitted(run(requests, "least_slack:relative", seats=1))[1:] == ["a", "b"]
 
 
-def test_andes_takes_the_seat_of_a_reader_who_is_ahead_for_one_who_is_behind():
+def test_andes_gives_the_seat_of_a_reader_ahead_to_one_behind():
     requests = [Request("a", 1, 12), Request("b", 1, 12, arrival=1.0)]
     trace = one_slot(requests, "andes:ttft=2,speed=0.5")
     behind = []
@@ -764,9 +764,9 @@ def test_andes_takes_the_seat_of_a_reader_who_is_ahead_for_one_who_is_behind():
     assert one_slot(requests, "fcfs").requests[1].ttft == 12.0
 
 
-def test_andes_takes_no_seat_of_whoever_is_behind():
+def test_andes_takes_no_seat_of_a_reader_behind():
     requests = [Request("a", 1, 8), Request("b", 1, 8, arrival=1.0)]
-    # Everybody reads faster than one slot can write.
+    # All read faster than one slot can write.
     assert not preemptions(one_slot(requests, "andes:ttft=0,speed=50"))
 
 
@@ -792,7 +792,7 @@ def test_sarathi_stalls_no_decode_by_more_than_one_budget(budget):
     assert max(gaps["sarathi"], gaps["splitfuse"]) <= budget < gaps["prefill_first"]
 
 
-def test_splitfuse_fills_the_budget_exactly_as_long_as_prompts_wait():
+def test_splitfuse_fills_the_budget_exactly_while_prompts_wait():
     requests = [Request(str(n), 5 + 7 * (n % 5), 6) for n in range(20)]
     trace = run(requests, "splitfuse", seats=20, budget=32)
     last_prompt = max(step.plan.step for step in trace.steps if step.plan.num_prefill_tokens)
@@ -809,7 +809,7 @@ def test_splitfuse_serves_in_the_order_of_sarathi():
         assert order["splitfuse"] == order["sarathi"] != order["prefill_first"]
 
 
-def test_vllm_v0_admits_nobody_below_its_watermark_of_free_blocks():
+def test_vllm_v0_admits_no_request_below_its_watermark():
     requests = [Request("a", 40, 12), Request("b", 45, 2)]
     joined = {
         watermark: run(requests, f"vllm_v0:watermark={watermark}", num_blocks=100).requests[1].first_scheduled
@@ -819,7 +819,7 @@ def test_vllm_v0_admits_nobody_below_its_watermark_of_free_blocks():
     assert joined == {0.15: 0.0, 0.16: 12.0}
 
 
-def test_vllm_v0_admits_nobody_new_while_somebody_is_swapped_out():
+def test_vllm_v0_admits_no_new_request_while_one_is_swapped_out():
     requests = [Request(name, 10, 15) for name in "abc"] + [Request("d", 1, 1, arrival=3.0)]
     for policy in ("vllm_v0:swap", "fcfs"):
         trace = run(requests, policy, num_blocks=40, num_host_blocks=100, preemption="swap")
@@ -846,10 +846,10 @@ def test_static_gathers_a_batch_until_it_is_full_or_its_time_is_up(seats, start)
     assert run(requests, "static", seats=seats).steps[0].start == 0.0
 
 
-def test_static_waits_for_nobody_once_the_first_of_a_batch_has_waited_long_enough():
+def test_static_stops_gathering_once_the_first_request_has_waited_long_enough():
     requests = [Request("a", 1, 9), Request("b", 1, 2, arrival=1.0), Request("c", 1, 2, arrival=8.0)]
     trace = run(requests, "static:wait=2", seats=4)
-    # The second batch has b, who has waited since second 1, and c.
+    # The second batch has b, which has waited since second 1, and c.
     assert [step.start for step in trace.steps if step.plan.admitted] == [2.0, 11.0]
     late = [Request("a", 1, 1), Request("b", 1, 1, arrival=10.0)]
     assert [step.start for step in run(late, "static:wait=2", seats=4).steps] == [2.0, 12.0]

@@ -9,7 +9,7 @@ from scipy import stats
 
 from cbresearch import CacheConfig, Request, SchedulerConfig, Trace, metrics, simulate
 from cbresearch.costs import Linear
-from cbresearch.metrics import Slo
+from cbresearch.metrics import Reporting, Slo
 from cbresearch.trace import RequestRecord
 
 NOTHING = Trace("fcfs", SchedulerConfig(), CacheConfig(num_blocks=4), steps=(), requests=())
@@ -78,30 +78,6 @@ def test_a_stricter_slo_is_never_kept_more_often():
 
 
 @pytest.mark.parametrize(
-    ("times", "index"),
-    [
-        # All on time.
-        ((1.0, 1.5, 2.0), 1.0),
-        # Early tokens save slack for a late one: 0.4 + 0.4 s saved, 1.3 s needed with 0.5 s due.
-        ((0.6, 0.7, 2.0), 1.0),
-        # No slack, 1.3 s where 0.5 s are due: the deadlines at 0.5 and 1.0 s pass; 2 of 4 are missed.
-        ((1.0, 2.3, 2.8), 0.5),
-        # The first token 1.2 s late: the deadlines at 1.0, 1.5 and 2.0 s pass.
-        ((2.2,), 0.0),
-        ((2.2, 2.7), 0.25),
-    ],
-)
-def test_the_fluidity_index_is_counted_by_hand(times, index):
-    assert metrics.fluidity_index(record("a", 0.0, times), 1.0, 0.5) == pytest.approx(index)
-
-
-def test_a_request_without_a_token_has_no_fluidity():
-    assert metrics.fluidity_index(RequestRecord("a", 0.0), 1.0, 0.5) is None
-    with pytest.raises(ValueError, match=r"deadlines are 0 and 0\.5"):
-        metrics.fluidity_index(record("a", 0.0, (1.0,)), 0, 0.5)
-
-
-@pytest.mark.parametrize(
     ("shares", "index"),
     [([3, 3, 3], 1.0), ([1, 0, 0, 0], 0.25), ([1, 2], 0.9), ([], None), ([0, 0], None), ([5], 1.0)],
 )
@@ -109,15 +85,7 @@ def test_jains_index_is_1_for_equals_and_1_over_n_for_one_who_has_everything(sha
     assert metrics.jain_index(shares) == (None if index is None else pytest.approx(index))
 
 
-def test_the_service_of_clients_adds_up_to_the_tokens_served():
-    trace = run_of(2)
-    service = metrics.service_by_client(trace, 1.0, 1.0)
-    counts = metrics.token_counts(trace)
-    assert set(service) == {"a", "b"}
-    assert sum(service.values()) == counts.prompt + counts.output
-    assert metrics.service_by_client(trace, 0.0, 2.0)["a"] == 2 * sum(
-        len(each.tokens) for each in trace.requests if each.client == "a"
-    )
+def test_jains_index_of_a_negative_share_is_refused():
     with pytest.raises(ValueError, match=r"a share is -1\.0"):
         metrics.jain_index([1, -1])
 
@@ -234,12 +202,14 @@ def test_nothing_generated_has_no_cost_and_no_price_is_below_0():
     for price in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="price_per_hour"):
             metrics.cost_per_million_tokens(NOTHING, price)
+        with pytest.raises(ValueError, match=f"price_per_hour is {price}; give a finite price of 0 or more"):
+            Reporting(price_per_hour=price)
 
 
 def test_the_table_has_rows_of_promise_and_cost_only_where_they_are_given():
     trace, slo = run_of(3), Slo(ttft=2.0)
     plain = [row.name for row in metrics.kpi_table({"a": trace})]
-    full = metrics.kpi_table({"a": trace}, slo=slo, price_per_hour=2.0, currency="EUR")
+    full = metrics.kpi_table({"a": trace}, reporting=Reporting(slo, 2.0, "EUR"))
     assert [row.name for row in full[: len(plain)]] == plain
     added = {(row.name, row.unit): float(row.values[0]) for row in full[len(plain) :]}
     assert added == {

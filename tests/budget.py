@@ -1,0 +1,111 @@
+"""Count the code lines of each room of the package against its budget; `make lint` fails over a budget.
+
+A code line holds a token that is neither a comment nor part of a docstring.
+
+    python tests/budget.py
+"""
+
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from pathlib import Path
+
+PACKAGE = Path(__file__).resolve().parents[1] / "cbresearch"
+
+# Rooms that share a budget, from the lowest floor up: a room imports from its own row and the rows before it.
+# A later capability may raise its room's budget in the commit that needs it, with the reason beside it.
+CORE = {
+    "request config model_shape names checks": 520,
+    "step": 200,
+    "kv": 600,
+    "policies": 680,
+    "scheduler": 600,
+    "fast_forward": 300,
+    "serve trace": 500,
+    "costs simulator": 560,
+    "kernels attention models engine cpu": 2000,
+    "__init__": 70,
+}
+LAB = {
+    "formulas metrics": 1150,
+    "workloads": 1150,
+    "experiments cluster": 1200,
+    "bridges": 700,
+    "viz export __main__": 2000,
+}
+MOST_CORE = 6000
+MOST_LAB = 6000
+MOST_ALL = 12_000
+MOST_JAVASCRIPT = 1200
+
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+}
+
+
+def count_code_lines(text: str) -> int:
+    """Return the lines of Python source with a token that is neither a comment nor part of a docstring."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _NO_CODE:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        # A text that stands alone is a docstring, of a module, class, function or attribute.
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def room_of(path: Path) -> str:
+    """Return the room of a file, given its path in the package."""
+    return path.parts[0].removesuffix(".py")
+
+
+def budget_rows(package: Path) -> list[tuple[str, int, int]]:
+    """Return what is counted: its name, its lines, and the most it may have, which is 0 without a budget."""
+    rooms: Counter[str] = Counter()
+    for path in package.rglob("*.py"):
+        rooms[room_of(path.relative_to(package))] += count_code_lines(path.read_text())
+    everything = sum(rooms.values())
+    core, lab = (
+        [(names, sum(rooms.pop(name, 0) for name in names.split()), most) for names, most in table.items()]
+        for table in (CORE, LAB)
+    )
+    javascript = sum(len(path.read_text().splitlines()) for path in package.rglob("*.js"))
+    return [
+        *core,
+        *lab,
+        *((f"{name}, which is in no ring", number, 0) for name, number in sorted(rooms.items())),
+        ("the core", sum(number for _, number, _ in core), MOST_CORE),
+        ("the lab", sum(number for _, number, _ in lab), MOST_LAB),
+        ("the package", everything, MOST_ALL),
+        ("JavaScript", javascript, MOST_JAVASCRIPT),
+    ]
+
+
+def main(package: Path = PACKAGE) -> int:
+    """Print the table; return 1 if a budget is exceeded."""
+    rows = budget_rows(package)
+    for name, number, most in rows:
+        print(f"{number:7,} of {most:6,}  {name}{'  OVER' if number > most else ''}")
+    over = [f"{name} by {number - most:,}" for name, number, most in rows if number > most]
+    if over:
+        remedy = "cut, or raise a room's budget in tests/budget.py and say why"
+        print(f"over the budget of code lines: {'; '.join(over)}; {remedy}", file=sys.stderr)
+    return bool(over)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

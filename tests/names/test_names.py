@@ -1,0 +1,127 @@
+"""Names with options: what is read, what is suggested, and what is refused with the remedy."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from cbresearch import names
+
+
+class Animal:
+    def __init__(
+        self, legs: int = 4, weight: float = 1.0, label="x", tame: bool = False, age: float | None = None
+    ):
+        self.options = (legs, weight, label, tame, age)
+
+
+def strict(share: float, key: Callable | None = None, *more, **others):
+    return share, key, more, others
+
+
+FACTORIES = {"animal": Animal, "strict": strict, "nothing": lambda: "nothing"}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "options"),
+    [
+        ("sjf", "sjf", {}),
+        ("sjf:", "sjf", {}),
+        ("static:release", "static", {"release": True}),
+        (
+            "a:b=1, c=-2.5 ,d=False,e=TRUE,f=abc,g=a=b,h=None",
+            "a",
+            dict(b=1, c=-2.5, d=False, e=True, f="abc", g="a=b", h=None),
+        ),
+        ("mine.py:Mine", "mine.py:Mine", {}),
+        ("lib/mine.py:Mine:alpha=0.5,fast", "lib/mine.py:Mine", {"alpha": 0.5, "fast": True}),
+        ("mine.py", "mine.py:", {}),
+    ],
+)
+def test_parse_splits_a_name_from_its_options(text, name, options):
+    assert names.parse(text) == (name, options)
+
+
+def test_parse_refuses_an_option_that_is_given_twice():
+    with pytest.raises(ValueError, match="'chat:n=3,n=4': option n is given twice; give it once"):
+        names.parse("chat:n=3,n=4")
+
+
+def test_suggestion_names_near_misses_or_all_that_is_known_or_nothing():
+    assert names.suggestion("fcsf", ["sjf", "fcfs"]) == "did you mean 'fcfs' or 'sjf'?"
+    assert names.suggestion("zz", ["sjf", "fcfs"]) == "there is 'sjf', 'fcfs'"
+    assert names.suggestion("zz", []) == "it has none"
+    many = names.suggestion("request", [str(number) for number in range(1000)])
+    assert many.endswith("and 960 more")
+    assert len(many) < 400
+
+
+@pytest.mark.parametrize(
+    ("text", "built"),
+    [
+        ("animal", (4, 1.0, "x", False, None)),
+        ("animal:legs=2,weight=3,label=cat,tame", (2, 3, "cat", True, None)),
+        ("animal:age=2,tame=false", (4, 1.0, "x", False, 2)),
+        ("animal:age=None", (4, 1.0, "x", False, None)),
+    ],
+)
+def test_build_gives_the_factory_its_options(text, built):
+    assert names.build("animal", text, FACTORIES).options == built
+
+
+def test_build_takes_any_value_where_the_signature_does_not_say():
+    assert names.build("thing", "strict:share=0.5,key=len", FACTORIES) == (0.5, "len", (), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("anmal", "unknown thing 'anmal'; did you mean 'animal'?"),
+        ("zz", "unknown thing 'zz'; there is 'animal', 'strict', 'nothing'"),
+        ("animal:leg=4", "thing 'animal' has no option 'leg'; did you mean 'legs'"),
+        ("nothing:much=1", "thing 'nothing' has no option 'much'; it has none"),
+        ("strict:share=1,others=2", "thing 'strict' has no option 'others'; there is 'share', 'key'"),
+        ("strict", "thing 'strict' needs the option 'share'; write strict:share=…"),
+        ("animal:tame=maybe", "thing 'animal': option tame is 'maybe'; it must be True or False"),
+        ("animal:legs=2.5", "option legs is 2.5; it must be a whole number, such as 4"),
+        ("animal:legs", "option legs is True; it must be a whole number"),
+        ("animal:weight=heavy", "option weight is 'heavy'; it must be a number"),
+        ("animal:label=5", "option label is 5; it must be a text, such as x"),
+        ("animal:age=old", "option age is 'old'; it must be a number"),
+        ("strict:share=half", "option share is 'half'; it must be a number"),
+    ],
+)
+def test_build_refuses_what_the_factory_does_not_take_with_the_remedy(text, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        names.build("thing", text, FACTORIES)
+
+
+@pytest.fixture
+def file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(
+        "from test_names import Animal\nclass Cat(Animal): pass\nclass Table: pass\nNUMBER = 3\n"
+    )
+    return tmp_path / "mine.py"
+
+
+def test_load_returns_the_class_that_a_file_defines(file):
+    for path in ("mine.py", str(file)):
+        loaded = names.load("animal", f"{path}:Cat", Animal)
+        assert issubclass(loaded, Animal)
+        assert loaded.__name__ == "Cat"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("your.py:Cat", "animal 'your.py:Cat': there is no file 'your.py' in "),
+        ("mine.py:Cta", "'mine.py' defines no Animal 'Cta'; did you mean 'Cat'?"),
+        ("mine.py:", "'mine.py' defines no Animal ''; there is 'Cat'"),
+        ("mine.py:Table", "'mine.py' defines no Animal 'Table'"),
+        ("mine.py:NUMBER", "'mine.py' defines no Animal 'NUMBER'"),
+    ],
+)
+def test_load_refuses_a_file_or_a_class_that_is_not_there(file, name, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        names.load("animal", name, Animal)
