@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
-from test_two_tiers import Meddler, distinct, least_pool, random_case, serve_watched
-from test_window_blocks import is_out_of_sight
+from helpers.core import Meddler, distinct, is_out_of_window, least_pool, random_case, serve_refereed
 
-from cbresearch.blocks import NULL_BLOCK
 from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.kv import NULL_BLOCK
 from cbresearch.metrics import memory, memory_shares
 from cbresearch.request import Request, parallel_samples
 from cbresearch.simulator import simulate
@@ -65,7 +64,7 @@ def count_slots(trace, keeps_rows=False):
             for place, block in enumerate(row.table):
                 if block == NULL_BLOCK:
                     continue
-                if window is not None and is_out_of_sight(place, row.computed, window, size):
+                if window is not None and is_out_of_window(place, row.computed, window, size):
                     continue
                 references[block] += 1
                 if row.is_done:
@@ -177,7 +176,7 @@ def test_free_runs_that_lie_apart_are_external_while_a_longer_one_is_refused():
 
 def test_samples_of_one_prompt_by_hand():
     samples = parallel_samples(Request("s", distinct(0, 6), 3), 2)
-    trace, _ = serve_watched(samples, cache=CacheConfig(4, 4))
+    trace, _ = serve_refereed(samples, cache=CacheConfig(4, 4))
     assert [(*parts(use), use.shared) for use in memory(trace)] == [
         (6, 2, 0, 0, 0, 8, 0),
         # The first has 7 tokens. The other shares 4 and has copied 2, of which the last was computed again.
@@ -214,7 +213,7 @@ def test_blocks_that_nobody_refers_to_are_cached_until_their_room_is_needed():
 
 def test_a_window_gives_back_what_it_no_longer_shows_by_hand():
     # Window 3, blocks of 2: position 6 sees 4 to 6.
-    trace, _ = serve_watched([Request("a", distinct(0, 5), 4)], cache=CacheConfig(5, 2, sliding_window=3))
+    trace, _ = serve_refereed([Request("a", distinct(0, 5), 4)], cache=CacheConfig(5, 2, sliding_window=3))
     assert [parts(use) for use in memory(trace)] == [
         # Position 5 sees 3 to 5: block 0 goes, blocks 1 and 2 stay with 3 tokens and a slot to fill.
         (3, 1, 0, 0, 0, 6),
@@ -226,7 +225,7 @@ def test_a_window_gives_back_what_it_no_longer_shows_by_hand():
 
 def test_slots_in_the_hosts_pool_are_counted_while_their_request_is_out():
     requests = [Request("a", distinct(10, 10), 12), Request("b", distinct(40, 10), 12)]
-    trace, _ = serve_watched(requests, cache=CacheConfig(7, 4, num_host_blocks=20))
+    trace, _ = serve_refereed(requests, cache=CacheConfig(7, 4, num_host_blocks=20), preemption="swap")
     out = next(step.plan.step for step in trace.steps if step.plan.swapped)
     back = next(step.plan.step for step in trace.steps if step.plan.num_transfers("swap_in"))
     num_blocks = trace.steps[out].plan.num_transfers("swap_out")
@@ -248,7 +247,7 @@ def test_an_aborted_request_reserves_nothing_once_it_is_gone():
             scheduler.abort("b")
 
     limits = SchedulerConfig(4, 8)
-    trace, _ = serve_watched(requests, limits=limits, cache=CacheConfig(20, 4), between=between)
+    trace, _ = serve_refereed(requests, limits=limits, cache=CacheConfig(20, 4), between=between)
     assert trace.requests[1].finish_reason == "abort"
     assert_adds_up(trace)
     for use, step in zip(uses(trace)[2:], trace.steps[2:], strict=True):
@@ -270,10 +269,10 @@ def test_every_slot_is_in_the_category_that_counting_slots_says(policy):
     seen: Counter[str] = Counter()
     for seed in range(30):
         requests, limits, cache = random_case(4000 + seed)
-        trace, witness = serve_watched(requests, policy, limits, cache)
+        trace, referee = serve_refereed(requests, policy, limits, cache)
         assert_adds_up(trace)
         assert_counted(trace)
-        seen.update(witness.num_transfers)
+        seen.update(referee.num_transfers)
         for use in memory(trace):
             seen.update(use._asdict())
     assert all(seen[name] > 0 for name in (*CATEGORIES, "host", "swap_in")), seen
@@ -285,7 +284,7 @@ def test_every_slot_is_in_the_category_that_counting_slots_says_under_windows():
         requests, limits, cache = random_case(5000 + seed, windows=(1, 2, 3, 8))
         # Twice the least pool, so that a run depends on nothing else but the window.
         cache = replace(cache, num_blocks=2 * cache.num_blocks + 4)
-        trace, _ = serve_watched(requests, "fcfs", limits, cache)
+        trace, _ = serve_refereed(requests, "fcfs", limits, cache)
         assert_adds_up(trace)
         assert_counted(trace)
         shared += sum(use.shared for use in memory(trace))
@@ -295,7 +294,7 @@ def test_every_slot_is_in_the_category_that_counting_slots_says_under_windows():
 def test_every_slot_is_in_the_category_that_counting_slots_says_after_forced_preemptions():
     for seed in range(25):
         requests, limits, cache = random_case(6000 + seed)
-        trace, _ = serve_watched(requests, "fcfs", limits, cache, Meddler(seed, patience=30))
+        trace, _ = serve_refereed(requests, "fcfs", limits, cache, Meddler(seed, patience=30))
         assert_adds_up(trace)
         assert_counted(trace)
 
@@ -322,7 +321,7 @@ def test_reservations_are_counted_slot_by_slot(reservation, policy):
         limits = replace(limits, max_model_len=max(r.num_prompt_tokens + r.max_tokens for r in requests) + 5)
         longest = -(-2 * limits.max_model_len // cache.block_size)
         cache = CacheConfig(1 << longest.bit_length(), cache.block_size, reservation=reservation)
-        trace, _ = serve_watched(requests, policy, limits, cache)
+        trace, _ = serve_refereed(requests, policy, limits, cache)
         assert_adds_up(trace)
         assert_counted(trace)
         for use in memory(trace):
@@ -337,7 +336,7 @@ def test_the_categories_add_up_in_pools_that_preempt_whoever_is_aborted(policy):
         requests, limits, cache = random_case(9000 + seed)
         if policy == "static":
             cache = replace(cache, prefix_caching=False)
-        trace, _ = serve_watched(requests, policy, limits, cache, Meddler(seed, 0.1, 0.03))
+        trace, _ = serve_refereed(requests, policy, limits, cache, Meddler(seed, 0.1, 0.03))
         assert_adds_up(trace)
 
 
