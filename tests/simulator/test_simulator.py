@@ -7,16 +7,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fuzz_policies import POLICIES as EVERY
+from helpers.core import POLICIES
 
 from cbresearch import CacheConfig, Request, Scheduler, SchedulerConfig, policies, replay, simulate
-from cbresearch.costs import Linear, Replayed
-from cbresearch.plan import Plan
+from cbresearch.costs import Linear
 from cbresearch.request import Refusal
 from cbresearch.serve import serve
 from cbresearch.simulator import UNIT_STEP, CostExecutor
-from cbresearch.trace import StepRecord
 
-BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release"]
 NUM_SEATS = 8
 
 
@@ -69,12 +68,12 @@ def test_the_classic_workload_takes_the_classic_number_of_steps(policy, num_step
         assert len(trace.steps) == num_steps(lengths) == expected
 
 
-def test_only_static_pads_and_it_pads_what_the_batches_leave_idle():
-    rows = {name: sum(len(step.plan.padding) for step in classic(name).steps) for name in BUILT_IN}
+def test_only_static_batches_pad_and_they_pad_what_is_left_idle():
+    rows = {name: sum(len(step.plan.padding) for step in classic(name).steps) for name in POLICIES}
     lengths = classic_lengths()
     batches = [lengths[first : first + NUM_SEATS] for first in range(0, len(lengths), NUM_SEATS)]
     idle = sum(max(batch) - length for batch in batches for length in batch)
-    assert rows == {**dict.fromkeys(BUILT_IN, 0), "static": idle}
+    assert rows == {**dict.fromkeys(POLICIES, 0), "static": idle}
 
 
 # --- what a step costs
@@ -131,13 +130,13 @@ def test_an_output_ends_where_it_is_known_to_end_and_at_max_tokens_at_the_latest
     assert (len(record.tokens), record.finish_reason) == (length, reason)
 
 
-def test_the_default_pool_never_runs_out():
+def test_unlimited_cache_never_runs_out():
     requests = [Request(str(place), 1 + place % 40, 1 + place % 50) for place in range(40)]
     trace = simulate(requests, scheduler=SchedulerConfig(40))
     assert all(record.num_preemptions == 0 and record.error is None for record in trace.requests)
 
 
-def test_the_default_pool_counts_what_is_no_request_as_nothing():
+def test_unlimited_cache_counts_what_is_no_request_as_nothing():
     trace = simulate([Refusal("x", "bad"), Request("text", "unresolved", 2), Request("a", 3, 2)])
     assert [record.error is None for record in trace.requests] == [False, False, True]
 
@@ -153,12 +152,50 @@ def test_a_trace_is_named_by_the_policy_with_its_options():
     assert simulate([Request("a", 1, 1)], "static:release").policy == "static:release"
 
 
-def test_the_executor_gives_out_the_tokens_that_it_was_given():
+def test_cost_executor_gives_out_the_tokens_that_it_was_given():
     requests = [Request("a", 4, 3), Request("b", 4, 3)]
     scheduler = Scheduler(policies.get("fcfs"), SchedulerConfig(), CacheConfig(8, 1))
     trace = serve(requests, scheduler, CostExecutor(UNIT_STEP, {"a": [7, 8, 9], "b": [4, 5, 6]}))
     assert trace.outputs == {"a": (7, 8, 9), "b": (4, 5, 6)}
     assert any(record.num_preemptions for record in trace.requests)
+
+
+@pytest.mark.parametrize("policy", EVERY)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"chunked_prefill": False},
+        {"preemption": "swap", "num_host_blocks": 30},
+        {"prefix_caching": True},
+        {"prefix_caching": True, "cache_on_schedule": True},
+        {"sliding_window": 9},
+        {"reservation": "pow2"},
+    ],
+    ids=lambda options: ", ".join(options) or "plain",
+)
+def test_every_policy_runs_with_every_option_of_the_pool(policy, options):
+    limits = {name: options[name] for name in ("chunked_prefill", "preemption") if name in options}
+    memory = {name: value for name, value in options.items() if name not in limits}
+    requests = [
+        Request(
+            str(place),
+            (1, 2, place % 2, *range(3 + place % 9)),
+            3 + place % 20,
+            arrival=place / 4,
+            client=f"c{place % 3}",
+            deadline=40.0,
+        )
+        for place in range(12)
+    ]
+    trace = simulate(
+        requests,
+        policy,
+        cost=Linear(0.3, 0.01, 0.0007),
+        scheduler=SchedulerConfig(5, 64, **limits),
+        cache=CacheConfig(32, 4, **memory),
+    )
+    assert [len(record.tokens) for record in trace.requests] == [3 + place % 20 for place in range(12)]
 
 
 # --- replay
@@ -196,8 +233,8 @@ def recorded_run(seed, policy):
     return trace, unknown_ends
 
 
-@pytest.mark.parametrize("policy", BUILT_IN)
-def test_a_replay_has_the_plans_the_times_and_the_tokens_of_the_run(policy):
+@pytest.mark.parametrize("policy", POLICIES)
+def test_replay_has_the_plans_the_times_and_the_tokens_of_the_run(policy):
     num_preemptions = 0
     for seed in range(12):
         trace, requests = recorded_run(seed, policy)
@@ -227,134 +264,6 @@ def test_a_replay_under_another_policy_runs_out_of_recorded_steps_and_says_so():
         replay(trace, requests, "static")
 
 
-# --- cost models
-
-
-@pytest.mark.parametrize(
-    "coefficients", [(0.02, 0.003, 0.0001), (0.0, 0.5, 0.0), (1.0, 0.0, 0.0), (0.0, 0.0, 0.7)]
-)
-def test_a_fit_recovers_the_coefficients_of_simulated_runs(coefficients):
-    requests = [Request(str(place), 1 + 7 * place % 30, 3 + 5 * place % 17) for place in range(20)]
-    traces = [simulate(requests, name, cost=Linear(*coefficients)) for name in ("fcfs", "static")]
-    fitted = Linear.fit(*traces, context=True)
-    assert (fitted.step, fitted.token, fitted.context) == pytest.approx(coefficients, abs=1e-9)
-
-
-def test_a_fit_without_context_leaves_that_term_out():
-    requests = [Request(str(place), 1 + 7 * place % 30, 3 + 5 * place % 17) for place in range(20)]
-    fitted = Linear.fit(simulate(requests, cost=Linear(0.02, 0.003)))
-    assert (fitted.step, fitted.token, fitted.context) == pytest.approx((0.02, 0.003, 0.0), abs=1e-9)
-
-
-def trace_of(rows):
-    """Return a trace of steps with one request each: (tokens, tokens before them, seconds)."""
-    (template,) = simulate([Request("a", 1, 1)]).steps
-    (entry,) = template.plan.scheduled
-    steps = [
-        StepRecord(
-            0.0, seconds, Plan(place, (entry._replace(start=start, num_tokens=tokens),)), (), 1, 0, 1, 1
-        )
-        for place, (tokens, start, seconds) in enumerate(rows)
-    ]
-    return replace(simulate([]), steps=tuple(steps))
-
-
-@pytest.mark.parametrize("context", [False, True])
-@pytest.mark.parametrize("seed", range(20))
-def test_no_fitted_coefficient_is_negative_however_the_steps_lie(context, seed):
-    noise = np.random.default_rng(seed)
-    rows = [
-        (int(noise.integers(1, 50)), int(noise.integers(0, 500)), float(noise.exponential(1.0)) + 1e-3)
-        for _ in range(int(noise.integers(3, 12)))
-    ]
-    fitted = Linear.fit(trace_of(rows), context=context)
-    assert min(fitted.step, fitted.token, fitted.context) >= 0
-
-
-def test_steps_that_get_faster_with_more_tokens_are_fitted_by_a_constant():
-    fitted = Linear.fit(trace_of([(1, 0, 3.0), (2, 0, 2.0), (3, 0, 1.0)]))
-    assert fitted.token == 0
-    # The constant whose relative errors have the least squares.
-    ratios = [1 / 3, 1 / 2, 1]
-    assert fitted.step == pytest.approx(sum(ratios) / sum(ratio**2 for ratio in ratios))
-
-
-@pytest.mark.parametrize(("num_steps", "context"), [(0, False), (1, False), (0, True), (2, True)])
-def test_a_fit_needs_a_step_for_each_coefficient(num_steps, context):
-    trace = trace_of([(1 + place, place, 1.0) for place in range(num_steps)])
-    with pytest.raises(ValueError, match=f"{num_steps} steps are too few"):
-        Linear.fit(trace, context=context)
-
-
-def test_steps_without_duration_do_not_stop_a_fit():
-    rows = [(tokens, 0, 0.5 + 0.1 * tokens) for tokens in (1, 2, 3, 4)]
-    fitted = Linear.fit(trace_of([*rows, (1, 0, 0.0)]))
-    assert (fitted.step, fitted.token) == pytest.approx((0.5, 0.1))
-
-
-@pytest.mark.parametrize(
-    ("text", "cost"),
-    [
-        ("linear:1", Linear(1.0)),
-        ("linear:1e-3,0.5", Linear(0.001, 0.5)),
-        ("linear: 0, 2 ,3", Linear(0.0, 2.0, 3.0)),
-    ],
-)
-def test_a_linear_cost_is_read_from_one_to_three_numbers(text, cost):
-    assert Linear.parse(text) == cost
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "linear",
-        "linear:",
-        "linear:x",
-        "linear:1,2,3,4,5",
-        "linear:1,,2",
-        "roofline:1",
-        "1,2,3",
-        "Linear:1",
-    ],
-)
-def test_a_cost_that_cannot_be_read_is_refused_by_value_and_remedy(text):
-    with pytest.raises(ValueError, match="linear:T0,T_TOKEN,T_CONTEXT") as refusal:
-        Linear.parse(text)
-    assert repr(text) in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "linear:-1",
-        "linear:1,-2",
-        "linear:1,2,-1e-9",
-        "linear:nan",
-        "linear:1,inf",
-        "linear:0",
-        "linear:0,0,0",
-    ],
-)
-def test_a_cost_that_no_step_can_have_is_refused(text):
-    with pytest.raises(ValueError, match="finite seconds, none negative and not all 0"):
-        Linear.parse(text)
-
-
-def test_recorded_durations_are_given_out_by_step_and_end():
-    recorded = Replayed(iter([0.5, 0.25]))
-    assert [recorded(Plan(step, ())) for step in (1, 0, 1)] == [0.25, 0.5, 0.25]
-    with pytest.raises(ValueError, match="step 2 was never recorded; the run had 2 steps"):
-        recorded(Plan(2, ()))
-
-
-def test_a_step_time_told_beforehand_is_that_of_the_step():
-    cost = Linear(0.5, 0.25, 0.125)
-    trace = simulate([Request("a", 7, 3)], cost=cost)
-    for step in trace.steps:
-        assert cost.seconds(step.plan.num_tokens, step.plan.num_context_tokens) == step.duration
-
-
 def test_a_replay_looks_ahead_as_the_run_did_if_it_is_given_the_step_time():
     cost = Linear(1.0, 1.0)
     requests = [
@@ -369,15 +278,18 @@ def test_a_replay_looks_ahead_as_the_run_did_if_it_is_given_the_step_time():
     assert [step.plan for step in blind.steps] != [step.plan for step in trace.steps]
 
 
+# --- bad input
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"cost": 0.1}, "cost is 0.1; give a function"),
         ({"policy": policies.Policy}, "class.*Policy.*built from its class"),
-        ({"requests": "classic60"}, "'classic60'.*workloads.load.*compare_simulated"),
+        ({"requests": "classic60"}, "'classic60'.*workloads.load.*or ask compare"),
     ],
     ids=["a number as a cost", "a class as a policy", "a name as requests"],
 )
-def test_what_is_of_a_wrong_kind_is_named_with_the_remedy(changes, said):
+def test_simulate_names_what_is_of_a_wrong_kind_and_the_remedy(changes, said):
     with pytest.raises(TypeError, match=said):
         simulate(**{"requests": [Request("a", 5, 3)], **changes})
