@@ -42,7 +42,7 @@ class CostExecutor:
     """Carry out plans by cost alone.
 
     A request ends after its `output_length`, or after `max_tokens` where that is None. The tokens are
-    those given for it, or zeros.
+    those given for it, and zeros behind them.
 
     Args:
         cost: The step time.
@@ -87,12 +87,12 @@ class CostExecutor:
             num_prompt_tokens, output_length, max_tokens, _ = lengths[request_id]
             # A request that samples has all its tokens computed, those that it generated before included.
             place = start + num_tokens - num_prompt_tokens
-            known = outputs.get(request_id)
-            if known is not None and place == len(known) and request_id in self._errors:
+            known = outputs.get(request_id, ())
+            if place == len(known) and request_id in self._errors:
                 failed[request_id] = self._errors[request_id]
                 del lengths[request_id]
                 continue
-            tokens[request_id] = known[place] if known is not None else 0
+            tokens[request_id] = known[place] if place < len(known) else 0
             if place + 1 == output_length:
                 stopped.append(request_id)
                 del lengths[request_id]
@@ -325,6 +325,7 @@ def replan(
     trace: Trace,
     policy: str | Policy | None = None,
     step_time: Callable[[int, int], float] | None = None,
+    requests: Iterable[Request | Refusal] = (),
 ) -> Replan:
     """Plan each recorded step anew, on the clock of the recorded run: conformance for any engine.
 
@@ -336,6 +337,8 @@ def replan(
         trace: The recorded run.
         policy: A policy or its name; by default the trace's.
         step_time: Its step-time model, if it looks ahead with one.
+        requests: Its requests. Only those that were never admitted are looked up here: of them the trace has
+            neither token ids nor priority, deadline, prediction and group.
 
     Raises:
         ValueError: The policy is unknown; or it is a file that only the trace names, which may come from a
@@ -343,24 +346,30 @@ def replan(
     """
     if policy is None and ".py:" in trace.policy:
         raise ValueError(
-            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say so by "
-            f"replan(trace, {trace.policy!r})"
+            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say "
+            f"so by replan(trace, {trace.policy!r})"
         )
     scheduler = Scheduler(policies.get(policy or trace.policy), trace.scheduler, trace.cache, step_time)
     executor = CostExecutor(UNIT_STEP, trace.outputs, _errors(trace))
-    coming = _queued_requests(trace)
+    coming = _queued_requests(trace, requests)
     num_equal, first = 0, None
-    for place, record in enumerate(trace.steps):
+    ended: set[str] = set()
+    for place, (record, aborted_next) in enumerate(zip(trace.steps, _next_aborts(trace), strict=True)):
         replanned, reason = None, "no request to plan for"
         try:
             while coming and coming[-1][0] <= record.start:
                 queued, request = coming.pop()
                 scheduler.submit(request, now=queued)
             for request_id in record.plan.aborted:
-                scheduler.abort(request_id)
+                if request_id not in ended:
+                    scheduler.abort(request_id)
             if scheduler.has_work:
                 replanned = scheduler.schedule(record.start)
-                scheduler.commit(replanned, executor.execute(replanned), record.end)
+                result = executor.execute(replanned)
+                ended = _aborted_meanwhile(record, aborted_next, scheduler.running, result, trace.outputs)
+                for request_id in ended:
+                    scheduler.abort(request_id)
+                scheduler.commit(replanned, result, record.end)
                 reason = _difference(record.plan, replanned, trace.origin.engine == "cbresearch")
         except (ValueError, RuntimeError) as error:
             reason = str(error)
@@ -370,14 +379,45 @@ def replan(
     return Replan(len(trace.steps), num_equal, first)
 
 
-def _queued_requests(trace: Trace) -> list[tuple[float, Request]]:
+def _next_aborts(trace: Trace) -> list[tuple[str, ...]]:
+    """Return the ids of the requests that were aborted behind each step's plan."""
+    aborts: list[tuple[str, ...]] = []
+    for part in trace.parts:
+        aborts += [part.plan.aborted] if isinstance(part, StepRecord) else [()] * len(part)
+    return [*aborts[1:], ()] if aborts else []
+
+
+def _aborted_meanwhile(
+    record: StepRecord,
+    aborted_next: Sequence[str],
+    running: Sequence[RequestState],
+    result: StepResult,
+    outputs: Mapping[str, Sequence[int]],
+) -> set[str]:
+    """Return which aborted requests ended while the step was computed, so that it gave them nothing.
+
+    A token that the record lacks tells of it; for a part of a prompt, the number of running requests does.
+    """
+    aborted = [state for state in running if state.id in aborted_next]
+    ended = {
+        state.id
+        for state in aborted
+        if state.id in result.tokens and state.num_output_tokens == len(outputs.get(state.id, ()))
+    }
+    num_missing = len(running) - len(ended) - record.pool.num_running
+    chunks = [state.id for state in aborted if state.id not in result.tokens]
+    return ended.union(chunks[: max(0, num_missing)])
+
+
+def _queued_requests(trace: Trace, requests: Iterable[Request | Refusal]) -> list[tuple[float, Request]]:
     """Return when which request was queued, the last first; plans know all of a request that was admitted."""
-    admitted = {entry.request.id: entry.request for step in trace.steps for entry in step.plan.admitted}
+    known = {request.id: request for request in requests if isinstance(request, Request)}
+    known |= {entry.request.id: entry.request for step in trace.steps for entry in step.plan.admitted}
     coming = []
     for place, record in enumerate(trace.requests):
         if record.is_refused or record.num_prompt_tokens is None or record.max_tokens is None:
             continue
-        request = admitted.get(record.id) or Request(
+        request = known.get(record.id) or Request(
             record.id, record.num_prompt_tokens, record.max_tokens, record.arrival, client=record.client
         )
         queued = record.arrival if record.queued is None else record.queued
@@ -388,8 +428,11 @@ def _queued_requests(trace: Trace) -> list[tuple[float, Request]]:
 
 def _with_known_end(request: Request, record: RequestRecord) -> Request:
     """Return a request that ends where it ended in a recorded run."""
-    stopped = record.finish_reason == "stop"
-    return replace(request, output_length=len(record.tokens) if stopped else None)
+    length = len(record.tokens) if record.finish_reason == "stop" else None
+    if not record.is_complete and (request.output_length or 0) > len(record.tokens):
+        # It never came to its end, but a contiguous pool may have reserved room for just that.
+        length = request.output_length
+    return replace(request, output_length=length)
 
 
 def _errors(trace: Trace) -> dict[str, str]:
