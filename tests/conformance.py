@@ -1,12 +1,15 @@
 """Hold the `vllm_v1` policy against recorded decisions of that scheduler, step by step.
 
-    python tests/conformance.py FILE
+    python tests/conformance.py FILE…
 
-prints how many cases, steps and differences there are, and exits with 1 if any step differs. A line of the
-file is one case: its limits, its requests by the step of their arrival, and what was decided at each step.
+prints how many cases, steps and differences there are, and exits with 1 if any step differs. A line of a
+file, which may be compressed (.gz, .xz), is one case: its limits, its requests by the step of their arrival,
+and what was decided at each step. `tests/oracle/README.md` says what each field means.
 """
 
+import gzip
 import json
+import lzma
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +17,11 @@ from typing import Any, NamedTuple
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.plan import StepResult
 from cbresearch.request import Request
 from cbresearch.scheduler import Scheduler
+from cbresearch.step import Plan, StepResult
 
-SAMPLED_TOKEN = 7
+SAMPLED_TOKEN, EOS_TOKEN = 7, 2
 
 
 class Difference(NamedTuple):
@@ -43,74 +46,108 @@ def conformance(path: str | Path, policy: str = "vllm_v1") -> list[Difference]:
 
 def read(path: str | Path) -> list[dict[str, Any]]:
     """Return the cases of a file."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines() if line.strip()]
+    data = Path(path).read_bytes()
+    data = {".gz": gzip.decompress, ".xz": lzma.decompress}.get(Path(path).suffix, bytes)(data)
+    return [json.loads(line) for line in data.splitlines() if line.strip()]
 
 
 def compare(number: int, case: dict[str, Any], policy: str = "vllm_v1") -> Iterator[Difference]:
     """Yield the differences of one case."""
     for step, (recorded, decided) in enumerate(zip(case["steps"], decisions(case, policy), strict=True)):
-        for field, value in recorded.items():
-            if value != decided[field]:
-                yield Difference(number, step, field, value, decided[field])
+        for field, value in decided.items():
+            if field in recorded and value != recorded[field]:
+                yield Difference(number, step, field, recorded[field], value)
 
 
 def decisions(case: dict[str, Any], policy: str) -> Iterator[dict[str, Any]]:
     """Yield what the scheduler decides at each step of a case, in the file's format."""
-    limits = case["config"]
-    scheduler = Scheduler(
-        policies.get(policy if limits["policy"] == "fcfs" else f"{policy}:{limits['policy']}"),
-        # The recorded scheduler preempts the same request as often as it likes.
-        SchedulerConfig(
-            limits["max_num_seqs"],
-            limits["max_num_batched_tokens"],
-            limits["max_model_len"],
-            max_preemptions=sys.maxsize,
-        ),
-        CacheConfig(limits["num_blocks"], limits["block_size"], limits["prefix_caching"]),
-    )
-    arrivals = sorted(case["requests"], key=lambda request: (request["arrival_step"], int(request["id"])))
+    scheduler = scheduler_of(case["config"], policy)
+    # The sort is stable: those of one step come in the order of the list, if that is the order of arrival.
+    given = {request["id"]: request for request in case["requests"]}
+    coming = sorted(case["requests"], key=lambda request: (request["arrival_step"], *_order(request)))
     for step in range(len(case["steps"])):
-        now = float(step)
-        while arrivals and arrivals[0]["arrival_step"] <= step:
-            given = arrivals.pop(0)
-            scheduler.submit(
-                Request(
-                    given["id"],
-                    tuple(given["prompt"]),
-                    given["max_tokens"],
-                    arrival=float(given["arrival_step"]),
-                    priority=given["priority"],
-                )
-            )
-        if not scheduler.has_work:
-            yield _row((), (), (), scheduler)
-            continue
-        plan = scheduler.schedule(now)
-        tokens = {entry.request_id: SAMPLED_TOKEN for entry in plan.scheduled if entry.samples}
-        committed = scheduler.commit(plan, StepResult(1.0, tokens), now + 1)
+        while coming and coming[0]["arrival_step"] <= step:
+            scheduler.submit(request_of(coming.pop(0)))
+        _abort(scheduler, given, step, "before")
+        plan, finished = Plan(step, ()), ()
+        if scheduler.has_work:
+            plan = scheduler.schedule(float(step))
+            _abort(scheduler, given, step, "during")
+            _, _, finished = scheduler.commit(plan, result_of(plan, scheduler, given), step + 1.0)
         scheduler.check()
-        yield _row(
-            [[entry.request_id, entry.start, entry.num_tokens] for entry in plan.scheduled],
-            plan.preempted,
-            [state.id for state in committed.finished],
-            scheduler,
-        )
+        yield {
+            "scheduled": [[entry.request_id, entry.start, entry.num_tokens] for entry in plan.scheduled],
+            "preempted": list(plan.preempted),
+            "finished": [state.id for state in finished],
+            "running": len(scheduler.running),
+            "waiting": len(list(scheduler.waiting)),
+            "free_blocks_after": scheduler.kv.num_free_blocks,
+        }
 
 
-def _row(scheduled, preempted, finished, scheduler: Scheduler) -> dict[str, Any]:
-    return {
-        "scheduled": list(scheduled),
-        "preempted": list(preempted),
-        "finished": list(finished),
-        "running": len(scheduler.running),
-        "waiting": len(list(scheduler.waiting)),
-        "free_blocks_after": scheduler.blocks.num_free_blocks,
-    }
+def scheduler_of(config: dict[str, Any], policy: str) -> Scheduler:
+    """Return a scheduler with a case's limits; switches that it does not have are left out."""
+    limits = SchedulerConfig(
+        config.get("max_num_active_seqs", config["max_num_seqs"]),
+        config.get("max_num_scheduled_tokens", config["max_num_batched_tokens"]),
+        config["max_model_len"],
+        # The recorded scheduler preempts the same request as often as it likes.
+        max_preemptions=sys.maxsize,
+        chunked_prefill=config.get("enable_chunked_prefill", True),
+    )
+    cache = CacheConfig(
+        config["num_blocks"],
+        config["block_size"],
+        prefix_caching=config["prefix_caching"],
+        sliding_window=config.get("sliding_window"),
+        cache_on_schedule=config["prefix_caching"],
+    )
+    name = policy if config["policy"] == "fcfs" else f"{policy}:{config['policy']}"
+    return Scheduler(policies.get(name), limits, cache)
 
 
-def main(path: str, policy: str = "vllm_v1") -> int:
-    """Print the verdict on a file; return 1 if anything differs."""
-    cases = read(path)
+def request_of(given: dict[str, Any]) -> Request:
+    """Return a request of a case."""
+    return Request(
+        given["id"],
+        tuple(given["prompt"]),
+        given["max_tokens"],
+        arrival=float(given["arrival_step"]),
+        priority=given["priority"],
+        cache_salt=given.get("cache_salt"),
+    )
+
+
+def result_of(plan: Plan, scheduler: Scheduler, given: dict[str, dict[str, Any]]) -> StepResult:
+    """Return the tokens that a step generates, of the requests that it left running."""
+    num_output_tokens = {state.id: state.num_output_tokens for state in scheduler.running}
+    tokens, stopped = {}, set()
+    for entry in plan.scheduled:
+        if not entry.samples or entry.request_id not in num_output_tokens:
+            continue
+        request = given[entry.request_id]
+        tokens[entry.request_id] = request.get("token", SAMPLED_TOKEN)
+        if num_output_tokens[entry.request_id] + 1 == request.get("eos_at"):
+            tokens[entry.request_id] = EOS_TOKEN
+            stopped.add(entry.request_id)
+    return StepResult(1.0, tokens, frozenset(stopped))
+
+
+def _abort(scheduler: Scheduler, given: dict[str, dict[str, Any]], step: int, when: str) -> None:
+    states = [*scheduler.running, *scheduler.waiting, *scheduler.swapped]
+    for request_id in [state.id for state in states]:
+        if given[request_id].get("abort") == [step, when]:
+            scheduler.abort(request_id)
+
+
+def _order(request: dict[str, Any]) -> tuple[int, ...]:
+    """Return what decides between requests of one step; samples of a prompt are in the order of the list."""
+    return (int(request.get("parent", request["id"])),)
+
+
+def main(*paths: str | Path, policy: str = "vllm_v1") -> int:
+    """Print the verdict on some files; return 1 if anything differs."""
+    cases = [case for path in paths for case in read(path)]
     differences = [entry for number, case in enumerate(cases) for entry in compare(number, case, policy)]
     for entry in differences[:20]:
         print(entry)
@@ -120,6 +157,6 @@ def main(path: str, policy: str = "vllm_v1") -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
-        sys.exit("give a file of recorded decisions: python tests/conformance.py FILE [POLICY]")
+    if len(sys.argv) < 2:
+        sys.exit("give files of recorded decisions: python tests/conformance.py FILE…")
     sys.exit(main(*sys.argv[1:]))

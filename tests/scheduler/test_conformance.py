@@ -1,33 +1,43 @@
-"""The `vllm_v1` policy against recorded decisions of that scheduler, where a file of them is at hand."""
+"""The `vllm_v1` policy against recorded decisions of that scheduler."""
 
+import gzip
 import json
+import lzma
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from conformance import conformance, decisions, main, read
+from conformance import compare, conformance, decisions, main, read
 from hygiene import ROOT
 
-RECORDED = Path(
-    os.environ.get("CBRESEARCH_DECISIONS", ROOT.parent / "shared" / "oracle" / "vllm_v1_decisions.jsonl")
-)
-needs_file = pytest.mark.skipif(
-    not RECORDED.is_file(),
-    reason=f"no file of recorded decisions at {RECORDED}; name one in CBRESEARCH_DECISIONS",
-)
+ORACLE = ROOT / "tests" / "oracle"
+RECORDED, SWITCHES = ORACLE / "vllm_v1_decisions.jsonl.gz", ORACLE / "vllm_v1_switches.jsonl.gz"
 
 
-@needs_file
-def test_every_recorded_decision_is_repeated():
-    assert conformance(RECORDED) == []
-    steps = [step for case in read(RECORDED) for step in case["steps"]]
-    assert sum(len(step["preempted"]) for step in steps) > 0
-    assert len(steps) > 1000
+def test_vllm_v1_repeats_every_recorded_decision():
+    cases = read(RECORDED)
+    assert [entry for number, case in enumerate(cases) for entry in compare(number, case)] == []
+    steps = [step for case in cases for step in case["steps"]]
+    assert len(cases) == 40
+    assert sum(len(step["preempted"]) for step in steps) == 110
+    assert len(steps) == 4704
 
 
-@needs_file
+@pytest.mark.parametrize("kind", ["abort_eos", "cache_salt"])
+def test_vllm_v1_repeats_the_decisions_of_a_switch(kind):
+    cases = [case for case in read(SWITCHES) if case["kind"] == kind]
+    assert len(cases) == 12
+    assert [entry for number, case in enumerate(cases) for entry in compare(number, case)] == []
+
+
+def test_the_recorded_aborts_find_requests_in_every_state_before_and_during_a_step():
+    cases = [case for case in read(SWITCHES) if case["kind"] == "abort_eos"]
+    aborted = [entry for case in cases for step in case["steps"] for entry in step.get("aborted", ())]
+    assert {when for _, when, _ in aborted} == {"before", "during"}
+    assert {state for _, _, state in aborted} == {"waiting", "preempted", "prefill", "decode"}
+
+
 def test_another_policy_decides_otherwise():
     (first, *_) = read(RECORDED)
     recorded = [step["scheduled"] for step in first["steps"]]
@@ -39,7 +49,7 @@ def test_another_policy_decides_otherwise():
 
 
 def small_case(policy="fcfs"):
-    """Two requests that do not fit together: followed by hand."""
+    """Two requests that do not fit together: to follow by hand."""
     return {
         "config": {
             "policy": policy,
@@ -83,13 +93,14 @@ def small_case(policy="fcfs"):
     }
 
 
-def written(tmp_path, *cases):
-    path = tmp_path / "decisions.jsonl"
-    path.write_text("".join(json.dumps(case) + "\n" for case in cases))
+def written(tmp_path, *cases, name="decisions.jsonl"):
+    path = tmp_path / name
+    data = "".join(json.dumps(case) + "\n" for case in cases).encode()
+    path.write_bytes({".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)(data))
     return path
 
 
-def test_a_file_that_is_right_has_no_difference(tmp_path, capsys):
+def test_conformance_finds_no_difference_in_a_file_that_is_right(tmp_path, capsys):
     path = written(tmp_path, small_case())
     assert conformance(path) == []
     assert main(path) == 0
@@ -99,7 +110,7 @@ def test_a_file_that_is_right_has_no_difference(tmp_path, capsys):
 @pytest.mark.parametrize(
     "field", ["scheduled", "preempted", "finished", "running", "waiting", "free_blocks_after"]
 )
-def test_a_difference_is_found_in_each_field(field, tmp_path, capsys):
+def test_conformance_finds_a_difference_in_each_field(field, tmp_path, capsys):
     case = small_case()
     case["steps"][1][field] = [["9", 0, 1]] if isinstance(case["steps"][1][field], list) else 77
     path = written(tmp_path, small_case(), case)
@@ -109,11 +120,17 @@ def test_a_difference_is_found_in_each_field(field, tmp_path, capsys):
     assert capsys.readouterr().out.endswith("2 cases, 6 steps, 1 differences\n")
 
 
-def test_the_reader_runs_as_a_script_from_the_repositorys_root(tmp_path):
-    wrong = small_case("priority")
-    for case, code in ((small_case(), 0), (wrong, 1)):
+def test_conformance_reads_several_files_plain_and_compressed(tmp_path, capsys):
+    names = ("a.jsonl", "b.jsonl.gz", "c.jsonl.xz")
+    assert main(*(written(tmp_path, small_case(), name=name) for name in names)) == 0
+    assert capsys.readouterr().out == "3 cases, 9 steps, 0 differences\n"
+
+
+def test_conformance_runs_as_a_script_from_the_repositorys_root(tmp_path):
+    for case, code in ((small_case(), 0), (small_case("priority"), 1)):
+        path = written(tmp_path, case, name="case.jsonl.gz")
         done = subprocess.run(
-            [sys.executable, "tests/conformance.py", str(written(tmp_path, case))],
+            [sys.executable, "tests/conformance.py", str(path)],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
@@ -121,4 +138,4 @@ def test_the_reader_runs_as_a_script_from_the_repositorys_root(tmp_path):
             check=False,
         )
         assert (done.returncode, done.stderr) == (code, "")
-        assert "1 cases, 3 steps, " in done.stdout
+        assert done.stdout.splitlines()[-1].startswith("1 cases, 3 steps, ")
