@@ -2,8 +2,8 @@
 
     python tests/bench_simulator.py
 
-prints a line each: a million requests whose records are not kept, requests of the Azure conversation trace
-that arrive at random, and that trace with its own arrivals.
+prints a line each: many requests of one long run, requests of the Azure conversation trace that arrive at
+random, and that trace with its own arrivals.
 """
 
 import csv
@@ -13,24 +13,20 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from tqdm.auto import tqdm
 
+from cbresearch import metrics
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
-from cbresearch.policies import get
 from cbresearch.request import Request
-from cbresearch.scheduler import Scheduler
-from cbresearch.serve import stream
-from cbresearch.simulator import CostExecutor, simulate
-from cbresearch.streaming import StreamingSummary
+from cbresearch.simulator import simulate
 
 COST = Linear(8e-3, 20e-6, 20e-9)
 NUM_SEQS = 128
+NUM_LONG = 200_000
 TRACE = "AzureLLMInferenceTrace_conv.csv"
 VIDUR = (225, 366)
 """Requests a second of another simulator on a machine like this one."""
@@ -72,54 +68,43 @@ def rate(requests: list[Request], policy: str, *, fast_forward: bool = True, rou
     )
 
 
-def lognormal_requests(number: int, arrivals_per_s: float) -> Iterator[Request]:
-    """Yield requests of lognormal lengths (means 64 and 32 tokens) that arrive at random times."""
-    rng, now, place = np.random.default_rng(0), 0.0, 0
-    while place < number:
-        size = min(10_000, number - place)
-        gaps = rng.exponential(1 / arrivals_per_s, size)
-        prompts = np.clip(np.rint(rng.lognormal(np.log(64) - 0.32, 0.8, size)), 1, 1000).astype(int).tolist()
-        outputs = np.clip(np.rint(rng.lognormal(np.log(32) - 0.32, 0.8, size)), 1, 500).astype(int).tolist()
-        for gap, prompt, output in zip(gaps.tolist(), prompts, outputs, strict=True):
-            now += gap
-            yield Request(str(place), prompt, output, arrival=now)
-            place += 1
+def lognormal_requests(number: int, arrivals_per_s: float) -> list[Request]:
+    """Return requests of lognormal lengths (means 64 and 32 tokens) that arrive at random times."""
+    rng = np.random.default_rng(0)
+    arrivals = rng.exponential(1 / arrivals_per_s, number).cumsum()
+    prompts = np.clip(np.rint(rng.lognormal(np.log(64) - 0.32, 0.8, number)), 1, 1000).astype(int)
+    outputs = np.clip(np.rint(rng.lognormal(np.log(32) - 0.32, 0.8, number)), 1, 500).astype(int)
+    rows = zip(arrivals.tolist(), prompts.tolist(), outputs.tolist(), strict=True)
+    return [
+        Request(str(place), prompt, output, arrival=arrival)
+        for place, (arrival, prompt, output) in enumerate(rows)
+    ]
 
 
 def long_run(number: int, share: float = 0.8, num_seqs: int = 16) -> None:
-    """Stream many requests and print time and memory on the way."""
-    # A step of full seats serves its share of prompts too; who decodes attends to prompt and output.
+    """Serve many requests, keep their trace, and print the time and the memory that it takes."""
+    # A step of full seats serves its share of prompts too; a decoding row attends to prompt and output.
     mean_prompt, mean_output = 64, 32
     tokens_per_step = num_seqs + num_seqs * mean_prompt / mean_output
-    step = COST.seconds(tokens_per_step, num_seqs * (mean_prompt + mean_output))
+    step = COST.seconds(int(tokens_per_step), num_seqs * (mean_prompt + mean_output))
     capacity = num_seqs / (mean_output * step)
-    limits = SchedulerConfig(num_seqs)
-    cache = CacheConfig(num_seqs * 1500 // 16)
-    sink = StreamingSummary(num_seqs, cache.num_blocks, cache.block_size)
-    marks = {number // 4, number // 2, number}
+    requests = lognormal_requests(number, share * capacity)
     began = time.perf_counter(), time.process_time()
-
-    def watched() -> Iterator[Request]:
-        with tqdm(total=number, desc="a long run", unit="request") as bar:
-            for place, request in enumerate(lognormal_requests(number, share * capacity), start=1):
-                yield request
-                if place % 1000 == 0:
-                    bar.update(1000)
-                if place in marks:
-                    wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
-                    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-                    tqdm.write(
-                        f"long run: {place:,} requests in {wall:.1f} s ({cpu:.1f} s of CPU time, "
-                        f"{cpu / place * 1e6:.1f} us a request), peak memory {peak:.0f} MiB",
-                        file=sys.stdout,
-                    )
-
-    stream(watched(), Scheduler(get("fcfs"), limits, cache, COST.seconds), CostExecutor(COST), sink)
-    figures = sink.summary()
+    trace = simulate(
+        requests,
+        cost=COST,
+        scheduler=SchedulerConfig(num_seqs),
+        cache=CacheConfig(num_seqs * 1500 // 16),
+    )
+    wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
+    figures = metrics.summary(trace)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(
-        f"long run: load {share} of {capacity:.1f} requests/s, {num_seqs} slots: {sink.num_finished:,} "
-        f"finished in {sink.num_steps:,} steps, mean occupancy {figures['occupancy_rows']:.2f}, TTFT p99 "
-        f"{figures['ttft_p99_s']:.3f} s",
+        f"long run: {number:,} requests in {wall:.1f} s ({cpu:.1f} s of CPU time, "
+        f"{cpu / number * 1e6:.1f} us a request), {len(trace.steps):,} steps in {len(trace.parts):,} parts, "
+        f"peak memory {peak:.0f} MiB with the metrics; load {share} of {capacity:.1f} requests/s, "
+        f"{num_seqs} slots: mean occupancy "
+        f"{figures['occupancy_rows']:.2f}, TTFT p99 {figures['ttft_p99_s']:.3f} s",
         flush=True,
     )
 
@@ -130,7 +115,7 @@ def main() -> None:
         long_run(int(sys.argv[2]))
         return
     # First, since a process counts what its parent held at its start as memory of its own.
-    subprocess.run([sys.executable, __file__, "--long", "1000000"], check=True)
+    subprocess.run([sys.executable, __file__, "--long", str(NUM_LONG)], check=True)
     path = Path(os.environ.get("CBRESEARCH_DATA", "")) / TRACE
     if path.is_file():
         whole = azure(path)

@@ -247,7 +247,7 @@ def wrong_answer(request: Request, record: RequestRecord, answer: Answer, aborte
 def wrong_end(scheduler: Scheduler) -> Iterator[str]:
     """Yield what is not as it was before anyone came."""
     scheduler.check()
-    blocks = scheduler.blocks
+    blocks = scheduler.kv
     if scheduler.has_work:
         yield "somebody was left behind"
     if blocks.num_free_blocks != blocks.num_blocks or blocks.num_held_blocks or blocks.num_shared_blocks:
