@@ -96,6 +96,7 @@ def limits(requests: list[Request], rng: np.random.Generator) -> tuple[Scheduler
             num_host_blocks=int(rng.integers(1, 2 * num_blocks)) if is_swapping and kind != "reserved" else 0,
             sliding_window=int(rng.integers(1, 25)) if "window" in kind else None,
             reservation=reservation,
+            cache_on_schedule=bool(rng.integers(2)),
         ),
     )
 

@@ -112,6 +112,7 @@ def limits(
             block_size,
             cell.caching,
             num_host_blocks=int(rng.integers(1, 2 * num_blocks)) if cell.room == "swap" else 0,
+            cache_on_schedule=bool(rng.integers(2)),
         ),
     )
 
