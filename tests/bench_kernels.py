@@ -25,9 +25,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cbresearch.kernels import reference
 from cbresearch.kernels.layout import lay_out
 from cbresearch.kernels.paged_attention import paged_attention
+
+from cbresearch.kernels import reference
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 BLOCK_SIZE = 16

@@ -25,12 +25,12 @@ from typing import Any, TextIO
 
 import torch
 import triton
+from cbresearch.kernels.layout import Device, lay_out
 from tqdm.auto import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from cbresearch.kernels import float8, layout, paged_attention
-from cbresearch.kernels.layout import Device, lay_out
 
 TABLE = Path(__file__).with_name("kernel_code.csv")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import layout_of, random_case
-
 from cbresearch.kernels.layout import ITEM_FIELDS, MERGE_FIELDS, Device, Layout, choose_launch, lay_out
+from kernel_cases import layout_of, random_case
 
 H100 = Device("cuda", 90, 132)
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cbresearch.kernels.paged_attention import paged_attention
 from kernel_cases import BITS, FLOAT8, POOLS, Batch, Case, layout_of, make, oracle, random_case, run
 from torch import Tensor
 
 from cbresearch.kernels import paged_attention as module
-from cbresearch.kernels.paged_attention import paged_attention
 
 NUM_BATCHES, BATCH = 26, 20
 

@@ -6,19 +6,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from helpers.attention_cases import dense, random_chunks, serve_tokens, shape
 from transformers import MistralConfig, MistralForCausalLM
 
-from cbresearch.attention import LatentCache, PagedCache, PagedStep, batch_order, paged_attention, pool
-from cbresearch.config import CacheConfig, ModelShape
+from cbresearch.attention import LatentCache, PagedCache, PagedStep, attention_function, pool
+from cbresearch.config import CacheConfig
 from cbresearch.plan import Transfer
 
 NUM_TRANSFER_SEQUENCES = 200
 NUM_BATCHES = 40
-
-
-def shape(**changes):
-    numbers = {"num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 6, "num_parameters": 1}
-    return ModelShape(**{**numbers, **changes})
 
 
 def numbered(config, **changes):
@@ -103,88 +99,6 @@ def test_a_fill_reaches_both_pools():
     assert cache.num_host_bytes * 3 == cache.num_bytes * 2
 
 
-def dense(query, keys, values, window, softcap, sinks):
-    """Return one query's attention over all keys up to its own, `[num_heads, value size]`."""
-    if window is not None:
-        keys, values = keys[-window:], values[-window:]
-    outputs = []
-    for head in range(query.shape[0]):
-        group = head // (query.shape[0] // keys.shape[1])
-        scores = keys[:, group] @ query[head] / math.sqrt(query.shape[1])
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        if sinks is not None:
-            scores = torch.cat((scores, sinks[head, None]))
-        outputs.append(scores.softmax(0)[: len(keys)] @ values[:, group])
-    return torch.stack(outputs)
-
-
-def serve_tokens(cache, tokens, window, chunks, *, freed=None, **arguments):
-    """Attend to sequences that are computed step by step on a pool full of NaN.
-
-    Args:
-        cache: The pool.
-        tokens: For each sequence its queries, keys and values, each `[num_tokens, heads, size]`.
-        window: The layer's window.
-        chunks: For each sequence how many tokens each step computes, 0 for none.
-        freed: If given, blocks behind a window of so many tokens are lost before each step.
-        **arguments: For the attention function.
-
-    Returns:
-        For each sequence `[num_tokens, num_heads, value size]`.
-    """
-    block_size = cache.config.block_size
-    num_blocks = max(-(-len(queries) // block_size) for queries, _, _ in tokens)
-    ids = np.random.default_rng(0).permutation(cache.config.num_blocks)
-    tables = ids[: len(tokens) * num_blocks].reshape(len(tokens), num_blocks).copy()
-    done = np.zeros(len(tokens), dtype=np.int64)
-    outputs = [[] for _ in tokens]
-    for sizes in filter(any, zip(*chunks, strict=True)):
-        now = np.flatnonzero(sizes)
-        if freed is not None:
-            for sequence in now:
-                for block in range(max(0, done[sequence] - freed + 1) // block_size):
-                    if tables[sequence, block] >= 0:
-                        for layer in range(len(cache.kv)):
-                            for view in cache.block_views(layer):
-                                view[tables[sequence, block]] = math.nan
-                        tables[sequence, block] = -1
-        num_tokens = np.array(sizes, dtype=np.int64)[now]
-        order = batch_order(done[now], num_tokens)
-        now, num_tokens = now[order], num_tokens[order]
-        step = PagedStep.build(cache, tables[now], done[now], num_tokens)
-        new = [
-            torch.cat(
-                [tokens[n][kind][done[n] : done[n] + size] for n, size in zip(now, num_tokens, strict=True)]
-            )
-            for kind in range(3)
-        ]
-        output, _ = paged_attention(
-            SimpleNamespace(layer_idx=1),
-            *(every.transpose(0, 1)[None] for every in new),
-            None,
-            paged=step,
-            sliding_window=window,
-            **arguments,
-        )
-        for n, part in zip(now, output[0].split(num_tokens.tolist()), strict=True):
-            outputs[n].append(part)
-        done[now] += num_tokens
-    return [torch.cat(parts) for parts in outputs]
-
-
-def random_chunks(rng, lengths, largest):
-    """Return, for each sequence, tokens to compute in each of equally many steps."""
-    chunks = []
-    for length in lengths:
-        sizes = []
-        while sum(sizes) < length:
-            sizes.append(int(min(rng.choice([0, 1, 1, rng.integers(1, largest + 1)]), length - sum(sizes))))
-        chunks.append(sizes)
-    most = max(map(len, chunks))
-    return [sizes + [0] * (most - len(sizes)) for sizes in chunks]
-
-
 @pytest.mark.parametrize("kind", ["plain", "softcap", "sinks", "both", "values of another size"])
 def test_attention_equals_a_loop_over_queries_whatever_the_window_and_the_steps(kind):
     for seed in range(NUM_BATCHES):
@@ -256,11 +170,10 @@ def test_a_window_is_read_from_the_pool_where_a_layer_does_not_say():
 
 def test_a_prompt_much_longer_than_its_window_is_attended_in_pieces():
     cache = PagedCache(shape(), CacheConfig(200, 16))
-    step = PagedStep.build(cache, np.arange(200)[None], np.array([0]), np.array([3000]))
-    rows, chunks = step.layout(256)
-    assert not rows
-    assert max(chunk.mask.numel() for chunk in chunks) <= 256 * 511
-    assert [(chunk.begin, chunk.end) for chunk in chunks] == [
+    step = PagedStep(cache, np.arange(200)[None], np.array([0]), np.array([3000]))
+    reads = step.reads(256)
+    assert max(read.mask.numel() for read in reads) <= 256 * 511
+    assert [(read.begin, read.end) for read in reads] == [
         (n, min(n + 256, 3000)) for n in range(0, 3000, 256)
     ]
 
@@ -280,16 +193,16 @@ def test_capped_scores_of_ten_thousand_stay_finite_and_the_cap_matters():
 
 def test_what_would_change_the_attention_and_is_not_applied_is_refused():
     with pytest.raises(ValueError, match="asks for 'position_bias'"):
-        paged_attention(
+        attention_function(
             SimpleNamespace(), *(torch.zeros(1, 1, 1, 1),) * 3, None, position_bias=torch.zeros(1)
         )
     with pytest.raises(ValueError, match="runs only inside a ModelExecutor"):
-        paged_attention(SimpleNamespace(), *(torch.zeros(1, 1, 1, 1),) * 3, None, position_bias=None)
+        attention_function(SimpleNamespace(), *(torch.zeros(1, 1, 1, 1),) * 3, None, position_bias=None)
 
 
 def latent_step():
     cache = PagedCache(shape(latent_dim=5), CacheConfig(4, 2))
-    return PagedStep.build(cache, np.array([[1, 0]]), np.array([0]), np.array([3]))
+    return PagedStep(cache, np.array([[1, 0]]), np.array([0]), np.array([3]))
 
 
 def test_a_model_that_caches_expanded_keys_in_place_of_latents_is_refused():
@@ -301,11 +214,11 @@ def test_a_model_that_does_not_read_its_latents_from_the_cache_is_refused():
     step = latent_step()
     key = torch.zeros(1, 4, 2, 6)
     with pytest.raises(ValueError, match="does not read its latents"):
-        paged_attention(SimpleNamespace(layer_idx=0), torch.zeros(1, 4, 3, 6), key, key, None, paged=step)
+        attention_function(SimpleNamespace(layer_idx=0), torch.zeros(1, 4, 3, 6), key, key, None, paged=step)
 
 
 def test_a_window_over_latents_is_refused():
     step = latent_step()
     key = torch.zeros(1, 4, 3, 6)
     with pytest.raises(ValueError, match="a sliding window over latents"):
-        paged_attention(SimpleNamespace(layer_idx=0), key, key, key, None, paged=step, sliding_window=2)
+        attention_function(SimpleNamespace(layer_idx=0), key, key, key, None, paged=step, sliding_window=2)

@@ -5,12 +5,12 @@ import mmap
 
 import pytest
 import torch
+from cbresearch.kernels.paged_attention import paged_attention
 from kernel_cases import Case, layout_of, make
 from kernel_traffic import count_bytes, least_bytes
 from triton.runtime.interpreter import GridExecutor
 
 from cbresearch.kernels import kv_cache
-from cbresearch.kernels.paged_attention import paged_attention
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 17, 48])
