@@ -220,5 +220,5 @@ def test_a_model_that_does_not_read_its_latents_from_the_cache_is_refused():
 def test_a_window_over_latents_is_refused():
     step = latent_step()
     key = torch.zeros(1, 4, 3, 6)
-    with pytest.raises(ValueError, match="a sliding window over latents"):
+    with pytest.raises(ValueError, match="a sliding window of 2 over latents"):
         attention_function(SimpleNamespace(layer_idx=0), key, key, key, None, paged=step, sliding_window=2)
