@@ -1,4 +1,4 @@
-"""The kernel that writes keys and values into their slots, in Triton's interpreter, against plain indexing."""
+"""The kernel that writes keys and values into their slots, in the interpreter, against plain indexing."""
 
 import pytest
 import torch
