@@ -7,100 +7,27 @@ import numpy as np
 import pytest
 import torch
 from helpers.attention_cases import dense, random_chunks, serve_tokens, shape
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    MptConfig,
+    MptForCausalLM,
+)
 
-from cbresearch.attention import LatentCache, PagedCache, PagedStep, attention_function, pool
+from cbresearch import models
+from cbresearch.attention import LatentCache, PagedCache, PagedStep, attention_function, paged_model
 from cbresearch.config import CacheConfig
-from cbresearch.plan import Transfer
 
-NUM_TRANSFER_SEQUENCES = 200
 NUM_BATCHES = 40
 
 
-def numbered(config, **changes):
-    """Return a cache in which every element of both pools is different."""
-    cache = PagedCache(shape(**changes), config, dtype=torch.float64)
-    first = 0
-    for each in (*cache.kv, cache.host):
-        each.copy_(torch.arange(first, first + each.numel(), dtype=torch.float64).view(each.shape))
-        first += each.numel()
-    return cache
-
-
-@pytest.mark.parametrize("changes", [{}, {"value_head_dim": 4}, {"latent_dim": 5}])
-def test_keys_and_values_of_every_layer_are_bit_equal_after_a_swap_to_permuted_blocks_and_back(changes):
-    cache = numbered(CacheConfig(9, 4, num_host_blocks=6), **changes)
-    out = {1: 5, 4: 0, 7: 2, 8: 3}
-    back = {5: 2, 0: 7, 2: 0, 3: 4}
-    before = [[view.clone() for view in cache.block_views(layer)] for layer in range(3)]
-    cache.transfer([Transfer("swap_out", *pair) for pair in out.items()])
-    for layer in cache.kv:
-        layer.fill_(math.nan)
-    cache.transfer([Transfer("swap_in", *pair) for pair in back.items()])
-    for layer in range(3):
-        for then, now in zip(before[layer], cache.block_views(layer), strict=True):
-            for source, host in out.items():
-                assert torch.equal(now[back[host]], then[source])
-            assert now[[1, 3, 5, 6, 8]].isnan().all()
-
-
-@pytest.mark.parametrize("staged_bytes", [2**23, 3_000])
-def test_transfers_equal_one_copy_after_the_other_in_random_sequences(staged_bytes, monkeypatch):
-    monkeypatch.setattr(pool, "_STAGED_BYTES", staged_bytes)
-    for seed in range(NUM_TRANSFER_SEQUENCES):
-        rng = np.random.default_rng(seed)
-        # So few blocks that chains, overwritten sources and targets written twice are common.
-        config = CacheConfig(int(rng.integers(2, 6)), 2, num_host_blocks=int(rng.integers(1, 4)))
-        cache, plain = numbered(config), numbered(config)
-        device = [layer.view(config.num_blocks, -1) for layer in plain.kv]
-        transfers = []
-        for _ in range(int(rng.integers(1, 25))):
-            kind = str(rng.choice(["copy", "copy", "swap_out", "swap_in"]))
-            sizes = [
-                config.num_host_blocks if kind == side else config.num_blocks
-                for side in ("swap_in", "swap_out")
-            ]
-            source, target = (int(rng.integers(size)) for size in sizes)
-            transfers.append(Transfer(kind, source, target))
-            for layer, blocks in enumerate(device):
-                host = plain.host[:, layer].view(config.num_host_blocks, -1)
-                read, write = host if kind == "swap_in" else blocks, host if kind == "swap_out" else blocks
-                write[target] = read[source].clone()
-        cache.transfer(transfers)
-        for ours, want in zip((*cache.kv, cache.host), (*plain.kv, plain.host), strict=True):
-            assert torch.equal(ours, want), (seed, transfers)
-
-
-@pytest.mark.parametrize(
-    ("transfer", "error", "problem"),
-    [
-        (Transfer("swap_out", -1, 0), IndexError, "outside 0 to 3"),
-        (Transfer("swap_out", 0, 2), IndexError, "outside 0 to 1"),
-        (Transfer("swap_in", 2, 0), IndexError, "outside 0 to 1"),
-        (Transfer("copy", 4, 0), IndexError, "outside 0 to 3"),
-        (Transfer("move", 0, 0), ValueError, "unknown kind of transfer 'move'"),
-    ],
-)
-def test_a_transfer_of_a_block_that_is_not_there_is_refused(transfer, error, problem):
-    with pytest.raises(error, match=problem):
-        numbered(CacheConfig(4, 2, num_host_blocks=2)).transfer([transfer])
-
-
-@pytest.mark.parametrize("name", ["num_blocks", "num_host_blocks"])
-def test_a_pool_without_room_is_refused_by_name(name):
-    sizes = {"num_blocks": 2, name: 10**15}
-    with pytest.raises(ValueError, match=f"bytes, which .* does not have; lower {name}"):
-        PagedCache(shape(), CacheConfig(**sizes))
-
-
-def test_a_fill_reaches_both_pools():
-    cache = PagedCache(shape(), CacheConfig(3, 2, num_host_blocks=2), fill=math.nan)
-    assert all(each.isnan().all() for each in (*cache.kv, cache.host))
-    assert cache.num_host_bytes * 3 == cache.num_bytes * 2
-
-
 @pytest.mark.parametrize("kind", ["plain", "softcap", "sinks", "both", "values of another size"])
-def test_attention_equals_a_loop_over_queries_whatever_the_window_and_the_steps(kind):
+def test_attention_function_equals_a_loop_over_queries_in_any_windows_and_steps(kind):
     for seed in range(NUM_BATCHES):
         rng = np.random.default_rng(seed)
         torch.manual_seed(seed)
@@ -132,7 +59,7 @@ def test_attention_equals_a_loop_over_queries_whatever_the_window_and_the_steps(
 
 
 @pytest.mark.parametrize("sizes", [(9,), (1,) * 9, (2, 3, 1, 3), (5, 1, 1, 1, 1), (1, 8)])
-def test_a_query_sees_the_keys_that_transformers_lets_it_see_its_own_and_the_window_less_one_before(sizes):
+def test_sliding_window_shows_the_same_keys_as_in_transformers(sizes):
     length, window = 9, 4
     config = MistralConfig(
         vocab_size=16,
@@ -158,7 +85,7 @@ def test_a_query_sees_the_keys_that_transformers_lets_it_see_its_own_and_the_win
     assert [row.nonzero()[:, 0].tolist() for row in weights] == want
 
 
-def test_a_window_is_read_from_the_pool_where_a_layer_does_not_say():
+def test_sliding_window_is_the_pools_where_a_layer_does_not_say():
     cache = PagedCache(
         shape(), CacheConfig(20, 2), windows=(None, 4, None), dtype=torch.float64, fill=math.nan
     )
@@ -168,7 +95,7 @@ def test_a_window_is_read_from_the_pool_where_a_layer_does_not_say():
     torch.testing.assert_close(from_pool, serve_tokens(cache, tokens, 4, sizes), rtol=0, atol=0)
 
 
-def test_a_prompt_much_longer_than_its_window_is_attended_in_pieces():
+def test_paged_step_cuts_a_prompt_longer_than_its_window_into_pieces():
     cache = PagedCache(shape(), CacheConfig(200, 16))
     step = PagedStep(cache, np.arange(200)[None], np.array([0]), np.array([3000]))
     reads = step.reads(256)
@@ -178,7 +105,7 @@ def test_a_prompt_much_longer_than_its_window_is_attended_in_pieces():
     ]
 
 
-def test_capped_scores_of_ten_thousand_stay_finite_and_the_cap_matters():
+def test_soft_cap_keeps_scores_of_ten_thousand_finite():
     tokens = [[torch.full((5, heads, 6), 64.0) for heads in (4, 2)] + [torch.randn(5, 2, 6)]]
     tokens[0][1][2] *= -1
     outputs = [
@@ -191,7 +118,7 @@ def test_capped_scores_of_ten_thousand_stay_finite_and_the_cap_matters():
     assert (outputs[0] - outputs[2]).abs().max() > 0.01
 
 
-def test_what_would_change_the_attention_and_is_not_applied_is_refused():
+def test_attention_function_refuses_arguments_that_it_does_not_apply():
     with pytest.raises(ValueError, match="asks for 'position_bias'"):
         attention_function(
             SimpleNamespace(), *(torch.zeros(1, 1, 1, 1),) * 3, None, position_bias=torch.zeros(1)
@@ -205,20 +132,43 @@ def latent_step():
     return PagedStep(cache, np.array([[1, 0]]), np.array([0]), np.array([3]))
 
 
-def test_a_model_that_caches_expanded_keys_in_place_of_latents_is_refused():
+def test_latent_cache_refuses_expanded_keys():
     with pytest.raises(ValueError, match=r"\[1, 4, 3, 6\] and \[1, 4, 3, 6\] where latents of 5 elements"):
         LatentCache(latent_step()).update(torch.zeros(1, 4, 3, 6), torch.zeros(1, 4, 3, 6), 0)
 
 
-def test_a_model_that_does_not_read_its_latents_from_the_cache_is_refused():
+def test_attention_function_refuses_latents_that_were_not_read_from_the_cache():
     step = latent_step()
     key = torch.zeros(1, 4, 2, 6)
     with pytest.raises(ValueError, match="does not read its latents"):
         attention_function(SimpleNamespace(layer_idx=0), torch.zeros(1, 4, 3, 6), key, key, None, paged=step)
 
 
-def test_a_window_over_latents_is_refused():
+def test_attention_function_refuses_a_window_over_latents():
     step = latent_step()
     key = torch.zeros(1, 4, 3, 6)
     with pytest.raises(ValueError, match="a sliding window of 2 over latents"):
         attention_function(SimpleNamespace(layer_idx=0), key, key, key, None, paged=step, sliding_window=2)
+
+
+def test_paged_model_serves_a_class_derived_by_a_user(tiny):
+    # Its module is not there to be read, as with a class of a notebook.
+    derived = type("Derived", (LlamaForCausalLM,), {"__module__": "not there"})(tiny.model.config)
+    before = derived.config._attn_implementation
+    with paged_model(derived), pytest.raises(ValueError, match="runs only inside a ModelExecutor"):
+        derived(torch.tensor([[3, 4]]))
+    assert derived.config._attn_implementation == before
+
+
+@pytest.mark.parametrize(
+    ("model_class", "config"),
+    [
+        (BloomForCausalLM, BloomConfig(hidden_size=32, n_layer=2, n_head=4)),
+        (MptForCausalLM, MptConfig(d_model=32, n_layers=2, n_heads=4)),
+        (FalconForCausalLM, FalconConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4)),
+    ],
+)
+def test_models_refuses_families_with_alibi_at_load(model_class, config):
+    config.vocab_size = 64
+    with pytest.raises(ValueError, match=f"of the family '{config.model_type}', .* ALiBi included"):
+        models.wrap("m", model_class(config))

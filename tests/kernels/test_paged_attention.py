@@ -1,6 +1,7 @@
 """The Triton kernels in Triton's interpreter, against plain PyTorch in float64."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ import torch
 from kernel_cases import POOLS, Batch, Case, make, oracle, plan_of, random_case, run
 from torch import Tensor
 
+from cbresearch import kernels
 from cbresearch.kernels import attend, paged_attention
 
 NUM_BATCHES, BATCH = 15, 20
@@ -88,11 +90,11 @@ def assert_as_exact_as_pytorch(cases: Sequence[Case]) -> None:
 
 
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
-def test_random_cases_are_as_exact_as_pytorch(batch):
+def test_paged_attention_is_as_exact_as_pytorch_in_random_cases(batch):
     assert_as_exact_as_pytorch([random_case(batch * BATCH + place) for place in range(BATCH)])
 
 
-def test_the_random_cases_cover_every_option_and_branch():
+def test_random_cases_cover_every_option_and_branch():
     cases = [random_case(seed) for seed in range(NUM_BATCHES * BATCH)]
     seen = Counter()
     for case in cases:
@@ -115,7 +117,7 @@ def test_the_random_cases_cover_every_option_and_branch():
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16, 48, 256])
-def test_lengths_around_a_block_are_exact(block_size):
+def test_paged_attention_is_exact_for_lengths_around_a_block(block_size):
     lengths = [0, 1, block_size - 1, block_size, block_size + 1]
     decode = Case(lengths, [1] * 5, block_size, group=5, head_dim=16)
     chunk = Case(lengths, [min(length, 2) for length in lengths], block_size, group=3, head_dim=16)
@@ -170,7 +172,7 @@ def test_small_scores_keep_their_digits_below_a_soft_cap():
 
 
 @pytest.mark.parametrize("split_keys", [None, 32])
-def test_a_row_of_scores_below_minus_1e5_is_a_plain_softmax(split_keys):
+def test_paged_attention_is_exact_for_scores_below_minus_1e5(split_keys):
     case = Case([70, 70], [1, 30], group=1, head_dim=16, split_keys=split_keys)
     batch = make(case)
     q, k_cache, *_ = batch.tensors
@@ -185,7 +187,7 @@ def test_a_row_of_scores_below_minus_1e5_is_a_plain_softmax(split_keys):
 
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": 2}, {"softcap": 5.0}])
-def test_what_sees_no_key_is_zero_and_leaves_its_neighbours_alone(options):
+def test_a_query_without_keys_gets_zero_and_changes_no_other(options):
     case = Case([5, 0, 3, 0, 2], [1, 1, 2, 40, 4], block_size=4, group=4, head_dim=16, options=options)
     result = run(case)
     # The third sequence holds 2 tokens and asks with 4 queries, two of which lie before its first token.
@@ -278,7 +280,7 @@ def retyped(tensors: list[Tensor], place: int, change) -> list[Tensor]:
         (5, lambda t: t[None], "^cu_seqlens_q must be one row"),
     ],
 )
-def test_a_bad_tensor_is_named_before_anything_runs(place, change, message, launches):
+def test_paged_attention_names_a_bad_tensor_before_any_launch(place, change, message, launches):
     tensors = list(make(Case([9, 6], [1, 2], block_size=4, num_kv_heads=2, group=2, head_dim=16)).tensors)
     with pytest.raises(ValueError, match=message):
         paged_attention(*retyped(tensors, place, change))
@@ -300,8 +302,17 @@ def test_a_bad_tensor_is_named_before_anything_runs(place, change, message, laun
         ({"window": 3, "plan": plan_of(Case([9, 6], [1, 2], num_kv_heads=2, group=2))}, "^plan is for"),
     ],
 )
-def test_a_bad_option_is_named_before_anything_runs(options, message, launches):
+def test_paged_attention_names_a_bad_option_before_any_launch(options, message, launches):
     tensors = make(Case([9, 6], [1, 2], block_size=4, num_kv_heads=2, group=2, head_dim=16)).tensors
     with pytest.raises(ValueError, match=message):
         paged_attention(*tensors, **options)
     assert not launches
+
+
+def test_kernels_say_so_where_triton_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "cbresearch.kernels.attend")
+    with pytest.raises(ImportError, match=r"kernels\.paged_attention needs Triton, which is not installed"):
+        from cbresearch.kernels import paged_attention as missing  # noqa: F401
+    with pytest.raises(AttributeError, match="no attribute 'page_attention'"):
+        kernels.page_attention  # noqa: B018
