@@ -129,7 +129,7 @@ def arguments_of(name: str) -> dict[str, Any]:
         attend.paged_attention(*tensors, *lengths, plan=plan, **options)
     # One launch, `attend_kernel[grid](...)`.
     (launch,) = recorder.__getitem__.return_value.call_args_list
-    names = (parameter.name for parameter in attend.attend_kernel.params)
+    names = inspect.signature(attend.attend_kernel.fn).parameters
     return {**dict(zip(names, launch.args, strict=False)), **launch.kwargs}
 
 
