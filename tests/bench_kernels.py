@@ -41,7 +41,7 @@ class Row:
         card: The GPU's name.
         versions: Of torch and Triton.
         case: What is computed.
-        contestant: By whom.
+        contestant: The library that computes it.
         microseconds: Median of the runs.
         low: 20th percentile of the runs, in microseconds.
         high: 80th percentile.
@@ -227,22 +227,22 @@ def measure(card: str) -> Iterator[Row]:
     copy, peak_bytes = measure_copy(1 << 30)
     product, peak_flops = measure_product(8192)
 
-    def row(case: str, who: str, times: tuple[float, float, float], work: float, peak: float) -> Row:
+    def row(case: str, contestant: str, times: tuple[float, float, float], work: float, peak: float) -> Row:
         low, median, high = (1e3 * time for time in times)
         rate = work / times[1] / 1e9
-        return Row(card, versions, case, who, median, low, high, rate, rate / peak)
+        return Row(card, versions, case, contestant, median, low, high, rate, rate / peak)
 
     yield row("copy of 1 GiB", "torch", copy, 2 << 30, peak_bytes)
     yield row("matrix product of 8192 cubed, bfloat16", "torch", product, 2 * 8192**3, peak_flops)
     for num_seqs, length in DECODES:
         size = 2 * num_seqs * length * NUM_KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
-        for who, run in contestants(num_seqs, length, 1):
-            yield row(f"decode, {num_seqs} x {length}, bfloat16", who, milliseconds(run), size, peak_bytes)
+        for name, run in contestants(num_seqs, length, 1):
+            yield row(f"decode, {num_seqs} x {length}, bfloat16", name, milliseconds(run), size, peak_bytes)
     for num_seqs, length in PREFILLS:
         # Half of the square, in each of two products.
         flops = 2 * num_seqs * length * (length + 1) * NUM_HEADS * HEAD_DIM
-        for who, run in contestants(num_seqs, length, length):
-            yield row(f"prefill, {num_seqs} x {length}, bfloat16", who, milliseconds(run), flops, peak_flops)
+        for name, run in contestants(num_seqs, length, length):
+            yield row(f"prefill, {num_seqs} x {length}, bfloat16", name, milliseconds(run), flops, peak_flops)
 
 
 def main() -> None:

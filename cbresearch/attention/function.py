@@ -81,7 +81,7 @@ def attention_function(
         key: `[1, num_kv_heads, num_tokens, head_dim]`, rotated. With latent attention, those of all tokens
             that the step reads, as `LatentCache` returned them.
         value: As `key`; its heads may have another size.
-        attention_mask: Unused: the step says who sees what.
+        attention_mask: Unused: the step says which keys a query sees.
         scaling: Factor on the scores; 1 / sqrt(head_dim) by default.
         paged: The step, or the form of it that one backend takes.
         sliding_window: Keys that a query sees at most, its own included; None for what the pool says.

@@ -1,6 +1,5 @@
 """Triton kernels over a paged KV cache, the plan of their work, and their oracle in plain PyTorch."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cbresearch.kernels.reference import reference_attention
@@ -21,15 +20,18 @@ __all__ = [
     "write_kv",
 ]
 
-# Triton is imported when a kernel is first asked for: a computer without a GPU may lack it.
-_KERNELS = {"paged_attention": "attend", "write_kv": "kv_write"}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _KERNELS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Triton is imported when a kernel is first asked for: a computer without a GPU may lack it.
     try:
-        return getattr(import_module(f"{__name__}.{_KERNELS[name]}"), name)
+        if name == "paged_attention":
+            from cbresearch.kernels.attend import paged_attention
+
+            return paged_attention
+        if name == "write_kv":
+            from cbresearch.kernels.kv_write import write_kv
+
+            return write_kv
     except ModuleNotFoundError as error:
         if error.name != "triton":
             raise
@@ -37,3 +39,4 @@ def __getattr__(name: str) -> Any:
             f"cbresearch.kernels.{name} needs Triton, which is not installed; run: pip install triton (Linux "
             "only), or use the attention backend 'torch'"
         ) from error
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

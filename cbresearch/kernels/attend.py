@@ -277,15 +277,12 @@ def paged_attention(
     check_plan(plan, q, k_cache, block_tables, window)
     partial_lse = torch.empty((plan.num_partials, num_heads), dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_lse.shape, head_dim), dtype=torch.float32, device=q.device)
-    strides = (
-        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
-        block_tables.stride(0),
-    )  # fmt: skip
     block_d = max(16, power_of_two(head_dim))
     for work in plan.works:
         attend_kernel[(len(work.items) * num_kv_heads,)](
             q, k_cache, v_cache, out, partial_out, partial_lse, work.items, block_tables, sinks,
-            scale, softcap, window, *strides,
+            scale, softcap, window, *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3],
+            *out.stride()[:2], block_tables.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
             BLOCK_SIZE=k_cache.shape[1], TILE_ROWS=work.launch.tile_rows, TILE_KEYS=work.launch.tile_keys,
             IS_SPLIT=work.is_split, IS_WIDE=work.is_wide,

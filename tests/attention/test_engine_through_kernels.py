@@ -37,7 +37,7 @@ def test_tokens_through_the_kernels_equal_those_through_pytorch(family, mode):
     through = run(loaded, requests, "triton", cache, limits)
     assert through.outputs == plain.outputs
     assert len(set(through.outputs.values())) > 1
-    assert sum(record.num_preemptions for record in through.requests) > 0, "nobody was preempted"
+    assert sum(record.num_preemptions for record in through.requests) > 0, "no request was preempted"
     assert sum(record.num_cached_tokens for record in through.requests) > 0, "nothing was found cached"
 
 

@@ -1,4 +1,4 @@
-"""The plan of a paged-attention call: who computes what, and how much of a card that fills."""
+"""The plan of a paged-attention call: which program computes what, and how much of a card that fills."""
 
 import math
 from dataclasses import replace
