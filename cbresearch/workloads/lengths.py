@@ -264,13 +264,13 @@ class Quantiles(Lengths):
 
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the length at each fraction, not rounded."""
-        from scipy.special import boxcox, inv_boxcox
-
         at, lengths = np.array(self.points).T
         # Relative to the largest, so that no power overflows.
         least, top = lengths[0], lengths[-1]
-        grown = np.interp(fractions, at, boxcox(lengths / top, self._power))
-        return np.asarray((inv_boxcox(grown, self._power) * top).clip(least, top))
+        # At a power of 0, the logarithm grows linearly, which a power next to 0 comes close to.
+        power = math.copysign(max(abs(self._power), 1e-7), self._power)
+        grown = np.interp(fractions, at, (lengths / top) ** power) ** (1 / power)
+        return np.asarray((grown * top).clip(least, top))
 
     def scaled(self, factor: float) -> "Quantiles":
         """Return it with mean and percentiles times `factor`; no percentile falls below 1 token."""
