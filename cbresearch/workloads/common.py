@@ -11,7 +11,9 @@ from numpy.typing import ArrayLike
 from cbresearch.request import Refusal, Request
 
 Rng = np.random.Generator
+
 Requests = Sequence[Request | Refusal]
+"""A workload: requests, with a refusal in the place of each that cannot be served."""
 
 
 def require(holds: bool, name: str, value: object, remedy: str) -> None:

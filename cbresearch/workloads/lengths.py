@@ -212,7 +212,7 @@ class Empirical(Lengths):
     """Draw with replacement from measured lengths.
 
     Attributes:
-        lengths: The measured lengths in tokens; they are kept in order.
+        lengths: The measured lengths in tokens, which are sorted.
 
     Raises:
         ValueError: The list is empty, or one is no whole number of at least 1.
@@ -225,7 +225,7 @@ class Empirical(Lengths):
 
     @property
     def mean(self) -> float:
-        """Return their mean."""
+        """Return the mean of the measured lengths."""
         return sum(self.lengths) / len(self.lengths)
 
     def quantile(self, fractions: Fractions) -> Fractions:
@@ -317,9 +317,8 @@ class Coupled:
         second = self.correlation * first + math.sqrt(1 - self.correlation**2) * own
         # Below 1 even for a score in the far tail, since fractions are.
         uniform = ndtr([first, second]).clip(0, 1 - 2**-53)
-        return _rounded(rng, self.prompts.quantile(uniform[0])), _rounded(
-            rng, self.outputs.quantile(uniform[1])
-        )
+        prompts = _rounded(rng, self.prompts.quantile(uniform[0]))
+        return prompts, _rounded(rng, self.outputs.quantile(uniform[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,7 +330,7 @@ class Joint:
         outputs: The output lengths that belong to them.
 
     Raises:
-        ValueError: There is none, one is below 1, or they are not as many.
+        ValueError: A list is empty, a length is below 1, or the lists differ in length.
     """
 
     prompts: tuple[int, ...]

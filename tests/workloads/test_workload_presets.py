@@ -17,6 +17,31 @@ from cbresearch.workloads import OnOff
 APPLICATIONS = ("chat", "code", "rag", "summarization", "multi_turn", "agents", "batch")
 
 
+# Requests, prompt tokens, output tokens and the last arrival with the seed 0. The notebooks depend on these.
+WITH_SEED_0 = {
+    "classic60": (60, 60, 510, 0),
+    "lognormal128": (128, 8081, 6316, 0),
+    "poisson64": (64, 3113, 2077, 16.4976626),
+    "chat": (200, 231116, 40691, 36.4187369),
+    "code": (200, 421202, 5089, 190.313084),
+    "rag": (64, 962118, 7426, 64.3499616),
+    "summarization": (200, 528725, 54309, 202.488641),
+    "multi_turn": (128, 449903, 42935, 401.577857),
+    "agents": (130, 1685760, 22689, 181.035564),
+    "batch": (256, 38353, 81010, 0),
+}
+
+
+@pytest.mark.parametrize("name", WITH_SEED_0)
+def test_preset_goes_on_to_send_the_same_requests_with_one_seed(name):
+    requests = workloads.load(name, rng(0))
+    tokens = [
+        sum(lengths) for lengths in zip(*((r.num_prompt_tokens, r.max_tokens) for r in requests), strict=True)
+    ]
+    assert (len(requests), *tokens) == WITH_SEED_0[name][:3]
+    assert requests[-1].arrival == pytest.approx(WITH_SEED_0[name][3], rel=1e-8)
+
+
 def test_presets_list_what_they_send():
     listed = workloads.presets()
     assert list(listed) == [
