@@ -26,9 +26,16 @@ from cbresearch.workloads.lengths import Zipf as Zipf
 from cbresearch.workloads.predictors import PREDICTORS as PREDICTORS
 from cbresearch.workloads.predictors import predict as predict
 from cbresearch.workloads.presets import PRESETS as PRESETS
+from cbresearch.workloads.presets import agents as agents
 from cbresearch.workloads.presets import agents_sessions as agents_sessions
+from cbresearch.workloads.presets import batch as batch
+from cbresearch.workloads.presets import chat as chat
+from cbresearch.workloads.presets import code as code
+from cbresearch.workloads.presets import multi_turn as multi_turn
 from cbresearch.workloads.presets import multi_turn_sessions as multi_turn_sessions
 from cbresearch.workloads.presets import presets as presets
+from cbresearch.workloads.presets import rag as rag
+from cbresearch.workloads.presets import summarization as summarization
 from cbresearch.workloads.requests import Prefixes as Prefixes
 from cbresearch.workloads.requests import make_requests as make_requests
 from cbresearch.workloads.requests import resolve_prompts as resolve_prompts

@@ -122,14 +122,13 @@ class OnOff:
 
     def __call__(self, rng: Rng, num_requests: int) -> Times:
         """Return the times of a unit Poisson process, on the clock that the switching rate makes of it."""
-        if not num_requests:
-            return np.empty(0)
         work = np.cumsum(rng.exponential(1.0, num_requests))
         is_on = bool(rng.random() < self.on_fraction)
         cycle = (self.on_seconds, self.off_seconds) if is_on else (self.off_seconds, self.on_seconds)
         rates = (self.on_rate, self.off_rate) if is_on else (self.off_rate, self.on_rate)
         ends, done = np.zeros(1), np.zeros(1)
-        while done[-1] <= work[-1]:
+        # Without requests, there is no work, and no period is drawn.
+        while np.any(done[-1] <= work[-1:]):
             lengths = rng.exponential(1.0, (64, 2)) * cycle
             ends = np.append(ends, ends[-1] + np.cumsum(lengths))
             done = np.append(done, done[-1] + np.cumsum(lengths * rates))

@@ -111,8 +111,7 @@ def load(source: str | os.PathLike[str], rng: Rng) -> list[Request | Refusal]:
     """
     name = os.fspath(source)
     if name.partition(":")[0] in PRESETS:
-        drawn = {preset: partial(build, rng) for preset, build in PRESETS.items()}
-        return list(names.build("workload", name, drawn))
+        return list(names.build("workload", name, {key: partial(PRESETS[key], rng) for key in PRESETS}))
     # A file whose own name has a colon goes first.
     path, colon, options = name.rpartition(":")
     if not colon or find(name) is not None or (path not in TRACES and find(path) is None):
@@ -183,8 +182,8 @@ def read_trace(
     given["tokens_per_id"] = tokens_per_id != readers.BLOCK_TOKENS
     for option in filter(given.get, given):
         where = {"rate": "vidur_lengths", "failures": "burstgpt"}.get(option, "mooncake")
-        instead = "; scale its arrivals by speed" if option == "rate" else ""
         if kind != where:
+            instead = "; scale its arrivals by speed" if option == "rate" else ""
             raise ValueError(f"workload {name!r} is of the kind {kind}; {option} is for {where}{instead}")
     if rng is None and (rate is not None or spread):
         raise ValueError(f"workload {name!r}: rate and spread draw arrivals; give a random generator as rng")

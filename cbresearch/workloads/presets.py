@@ -68,8 +68,8 @@ def lognormal128(rng: Rng) -> Requests:
 def poisson64(rng: Rng) -> Requests:
     """Send 64 requests, 4 a second on average, with lognormal prompts (mean 48) and outputs (mean 32).
 
-    The requests ask for about 128 output tokens a second during some 16 seconds. Prompts have at most 192 tokens
-    and outputs 128; the logarithm's standard deviation is 0.6 and 0.8.
+    The requests ask for about 128 output tokens a second during some 16 seconds. Prompts have at most 192
+    tokens and outputs 128; the logarithm's standard deviation is 0.6 and 0.8.
     """
     arrivals = Poisson(4.0)(rng, 64)
     prompts = Lognormal(48, 0.6, 192, by_inversion=False)(rng, 64)

@@ -143,8 +143,8 @@ def mooncake_request(tokens_per_id: int, fields: Fields, position: str) -> Reque
     """Return the request of a Mooncake trace's line, see `read_trace`; raises ValueError."""
     for key, minimum in (("timestamp", 0), ("input_length", 1), ("output_length", 1)):
         value = fields.get(key)
-        is_possible = type(value) is int and value >= minimum
-        require(is_possible, key, value, f"it must be an integer of at least {minimum}")
+        is_count = type(value) is int and value >= minimum
+        require(is_count, key, value, f"it must be an integer of at least {minimum}")
     hash_ids, length, output = fields.get("hash_ids", ()), fields["input_length"], fields["output_length"]
     require(isinstance(hash_ids, list), "hash_ids", hash_ids, "it must be a list of integers")
     if len(hash_ids) != (num_ids := -(-length // BLOCK_TOKENS)):
@@ -165,8 +165,7 @@ def _block(hash_id: int, num_tokens: int) -> tuple[int, ...]:
     if num_tokens < _NUM_DIGITS:
         return (hash_id,) * num_tokens
     # Python keeps one object of each number below 257, so a token takes no more than its place in a tuple.
-    digits = tuple(hash_id.to_bytes(_NUM_DIGITS, "little"))
-    return (digits * -(-num_tokens // _NUM_DIGITS))[:num_tokens]
+    return tuple((hash_id.to_bytes(_NUM_DIGITS, "little") * -(-num_tokens // _NUM_DIGITS))[:num_tokens])
 
 
 def _fields(line: bytes, example: str) -> Fields:

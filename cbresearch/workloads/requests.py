@@ -15,9 +15,6 @@ Encode = Callable[[str], Sequence[int]]
 TO_THE_END = SamplingParams(ignore_eos=True)
 """Outputs run to `max_tokens`, so that a model's are as long as the workload says."""
 
-NUM_DRAWN_IDS = 256
-"""Drawn token ids are from 1 to 255: every vocabulary has them, and 0 is what the simulator answers."""
-
 MAX_DRAWN_TOKENS = 2**24
 """Longest prompt that `resolve_prompts` draws; a typing error in a length must not fill the memory."""
 
@@ -157,8 +154,11 @@ def _resolved(prompt: Prompt, encode: Encode | None, vocab_size: int | None, see
 
 
 def draw_tokens(rng: Rng, num_tokens: int) -> tuple[int, ...]:
-    """Return so many token ids, each of 1 to 255 equally likely."""
-    return tuple(rng.integers(1, NUM_DRAWN_IDS, num_tokens).tolist())
+    """Return so many token ids, each of 1 to 255 equally likely.
+
+    Every vocabulary has these, and 0 is what the simulator answers.
+    """
+    return tuple(rng.integers(1, 256, num_tokens).tolist())
 
 
 def checked_pairs(lengths: DrawPairs, rng: Rng, number: int) -> tuple[list[int], list[int]]:

@@ -191,8 +191,7 @@ def closed_loop(
     for_lengths, for_pauses = independent_generators(rng, 2)
     number = num_users * requests_per_user
     prompts, outputs = checked_pairs(lengths, for_lengths, number)
-    pauses = _pauses(think, for_pauses, number)
-    turns = [Turn(*turn) for turn in zip(prompts, outputs, pauses, strict=True)]
+    turns = [Turn(*turn) for turn in zip(prompts, outputs, _pauses(think, for_pauses, number), strict=True)]
     starts = range(0, number, requests_per_user)
     shares = [tuple(turns[start : start + requests_per_user]) for start in starts]
     return Sessions(tuple(Session(f"user{place}", share) for place, share in enumerate(shares)))
