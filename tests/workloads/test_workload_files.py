@@ -1,4 +1,4 @@
-"""Trace files are read as published: counts, spans, means, percentiles; bad rows cost themselves alone."""
+"""Presets, public traces and files are found by name, and CSV traces read as published."""
 
 import hashlib
 import json
@@ -7,11 +7,12 @@ import time
 
 import numpy as np
 import pytest
+from helpers.drawing import rng
 
 from cbresearch import workloads
 from cbresearch.request import Refusal, Request, SamplingParams
 from cbresearch.simulator import simulate
-from cbresearch.workloads import TRACES, files, public
+from cbresearch.workloads import TRACES, files
 
 # Published with the traces: requests, span in seconds, requests a second, coefficient of variation of the
 # gaps; then mean, minimum, p50, p90, p99 and maximum of the prompts and of the outputs.
@@ -42,11 +43,8 @@ AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens"
 VIDUR = "arrived_at,num_prefill_tokens,num_decode_tokens"
 ARXIV = "num_prefill_tokens,num_decode_tokens,num_total_tokens,pd_ratio"
 BURSTGPT = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"
+EPOCH = 1_700_158_546.0
 TO_THE_END = SamplingParams(ignore_eos=True)
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
 
 
 def write(tmp_path, *lines, name="trace.csv", newline="\n", end=True):
@@ -77,12 +75,13 @@ def raw_columns(name):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_trace_has_the_published_count_span_means_and_percentiles(name):
+def test_public_trace_has_the_published_count_span_means_and_percentiles(name):
     arrivals, prompts, outputs = raw_columns(name)
     option = ":tokens_per_id=1" if "mooncake" in name else ""
     requests = workloads.load(name + option, rng())
     (count, span, rate, variation), *published = PUBLISHED[name]
     assert all(isinstance(request, Request) for request in requests)
+    assert not workloads.read_trace(name, n=100).repairs
     assert [request.arrival for request in requests] == arrivals.tolist()
     assert [request.max_tokens for request in requests] == outputs.tolist()
     lengths = [request.num_prompt_tokens for request in requests]
@@ -99,15 +98,7 @@ def test_a_trace_has_the_published_count_span_means_and_percentiles(name):
         )
 
 
-@pytest.mark.parametrize("name", ["azure_code", "azure_conv"])
-def test_the_repairs_of_a_published_trace_are_its_line_ends(name):
-    raw_columns(name)
-    trace = workloads.read_trace(name)
-    assert (trace.kind, set(trace.repairs)) == ("azure", {"lines ended by CRLF", "no newline at the end"})
-    assert trace.repairs["lines ended by CRLF"] == PUBLISHED[name][0][0]
-
-
-def test_ticks_of_3_seconds_are_spread_inside_the_tick_where_the_option_says_so():
+def test_spread_option_spreads_mooncake_arrivals_inside_their_ticks():
     plain, *_ = raw_columns("mooncake_conversation")
     plain = plain.tolist()
     spread = [r.arrival for r in workloads.load("mooncake_conversation:tokens_per_id=1,spread", rng())]
@@ -120,7 +111,7 @@ def test_ticks_of_3_seconds_are_spread_inside_the_tick_where_the_option_says_so(
     assert 0.9 < gaps.std() / gaps.mean() < 1.3
 
 
-def test_twenty_thousand_rows_are_read_well_under_a_second(tmp_path):
+def test_csv_trace_of_20000_rows_is_read_well_under_a_second(tmp_path):
     rows = [
         f"2023-11-16 18:{k // 600 % 60:02d}:{k // 10 % 60:02d}.{k % 10}680590,374,44" for k in range(20_000)
     ]
@@ -138,7 +129,7 @@ def timed(path):
 # Each kind by its header.
 
 
-def test_an_azure_row_keeps_its_seventh_digit(tmp_path):
+def test_azure_trace_keeps_the_seventh_digit_of_a_second(tmp_path):
     trace = read(tmp_path, AZURE, "2023-11-16 18:15:46.6805900,374,44", "2023-11-16 18:15:50.9951697,396,109")
     assert trace.kind == "azure"
     assert trace.requests == [
@@ -158,12 +149,12 @@ def test_an_azure_row_keeps_its_seventh_digit(tmp_path):
         ("2024-02-29 18:15:46", 105 * 86_400.0),
     ],
 )
-def test_a_stamp_becomes_seconds_since_the_first(tmp_path, stamp, arrival):
+def test_azure_stamp_becomes_seconds_since_the_first(tmp_path, stamp, arrival):
     requests = read(tmp_path, AZURE, "2023-11-16 18:15:46.0000000,3,4", f"{stamp},3,4").requests
     assert requests[1].arrival == arrival
 
 
-def test_a_vidur_file_has_seconds_and_columns_in_any_order(tmp_path):
+def test_vidur_trace_has_seconds_and_columns_in_any_order(tmp_path):
     trace = read(
         tmp_path, "num_decode_tokens,extra,arrived_at,num_prefill_tokens", "44,x,0.0,374", "9,y,4.314579,3"
     )
@@ -171,18 +162,18 @@ def test_a_vidur_file_has_seconds_and_columns_in_any_order(tmp_path):
     assert [(r.prompt, r.max_tokens, r.arrival) for r in trace.requests] == [(374, 44, 0.0), (3, 9, 4.314579)]
 
 
-def test_a_vidur_file_without_arrivals_comes_at_once_or_at_a_rate(tmp_path):
+def test_vidur_trace_without_arrivals_arrives_at_once_or_at_a_rate(tmp_path):
     path = write(tmp_path, ARXIV, *["3000,200,3200,15.0"] * 2000)
     assert workloads.read_trace(path).kind == "vidur_lengths"
     assert {request.arrival for request in workloads.load(path, rng())} == {0.0}
     drawn = workloads.load(f"{path}:rate=4", rng(1))
-    assert [r.arrival for r in drawn] == workloads.poisson_arrivals(rng(1), 2000, 4.0)
+    assert [r.arrival for r in drawn] == workloads.Poisson(4.0)(rng(1), 2000).tolist()
     assert workloads.load(f"{path}:rate=4", rng(1)) == drawn != workloads.load(f"{path}:rate=4", rng(2))
     with pytest.raises(ValueError, match="give a random generator as rng"):
         workloads.read_trace(path, rate=4.0)
 
 
-def test_a_burstgpt_file_names_its_sessions_and_its_failures_are_counted(tmp_path):
+def test_burstgpt_trace_names_its_sessions_and_counts_its_failures(tmp_path):
     header = "Timestamp,Session ID,Elapsed time,Model,Request tokens,Response tokens,Total tokens,Log Type"
     lines = (
         header,
@@ -204,7 +195,7 @@ def test_a_burstgpt_file_names_its_sessions_and_its_failures_are_counted(tmp_pat
     assert len(workloads.load(f"{tmp_path / 'trace.csv'}:failures=refuse", rng())) == 3
 
 
-def test_the_ending_of_a_name_does_not_matter_but_the_header_does(tmp_path):
+def test_csv_trace_is_known_by_its_header_not_by_its_ending(tmp_path):
     path = write(tmp_path, BURSTGPT, "5,ChatGPT,472,18,490,Conversation log", name="trace.txt")
     assert workloads.load(path, rng())[0].prompt == 472
     with pytest.raises(
@@ -216,7 +207,7 @@ def test_the_ending_of_a_name_does_not_matter_but_the_header_does(tmp_path):
 
 
 @pytest.mark.parametrize("lines", [(AZURE,), (AZURE, ""), (BURSTGPT, "5,GPT-4,3,0,3,API log")])
-def test_a_trace_of_nobody_raises(tmp_path, lines):
+def test_csv_trace_without_requests_raises(tmp_path, lines):
     with pytest.raises(ValueError, match="is empty"):
         read(tmp_path, *lines)
 
@@ -232,6 +223,7 @@ BAD_ROWS = {
     "bad time": ("yesterday,374,44", "TIMESTAMP is 'yesterday'"),
     "no such day": ("2023-02-30 18:15:46.6805900,374,44", "TIMESTAMP is '2023-02-30 18:15:46.6805900'"),
     "no such hour": ("2023-11-16 25:15:46,374,44", "TIMESTAMP is '2023-11-16 25:15:46'"),
+    "a word for a time": ("now,374,44", "TIMESTAMP is 'now'; write a UTC time such as"),
     "another zone": ("2023-11-16 18:15:46+08:00,374,44", "write a UTC time"),
     "negative prompt": ("2023-11-16 18:15:48.6805900,-374,44", "ContextTokens is '-374'; it must be a whole"),
     "negative output": ("2023-11-16 18:15:48.6805900,374,-1", "GeneratedTokens is '-1'; it must be a whole"),
@@ -247,7 +239,7 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_a_bad_row_is_refused_by_line_value_and_remedy_and_the_others_survive(tmp_path, name):
+def test_csv_trace_refuses_a_bad_row_by_line_value_and_remedy_and_keeps_the_others(tmp_path, name):
     row, said = BAD_ROWS[name]
     after = "2023-11-16 18:15:50.6805900,9,8"
     first, refused, last = read(tmp_path, AZURE, GOOD, "", row, after).requests
@@ -260,19 +252,19 @@ def test_a_bad_row_is_refused_by_line_value_and_remedy_and_the_others_survive(tm
 
 
 @pytest.mark.parametrize("arrived", ["-1.0", "nan", "inf", "1e400", "", "1,5", "0x10"])
-def test_a_time_that_is_no_number_of_seconds_is_refused(tmp_path, arrived):
+def test_csv_trace_refuses_a_time_that_is_no_number_of_seconds(tmp_path, arrived):
     refused, good = read(tmp_path, VIDUR, f'"{arrived}",3,4', "2.5,3,4").requests
     assert f"arrived_at is {arrived!r}; write seconds, 0 or more" in refused.error
     assert good.arrival == 0.0
 
 
-def test_bytes_that_are_no_text_cost_their_row(tmp_path):
+def test_csv_trace_refuses_a_row_that_is_not_utf8(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_bytes(f"{VIDUR}\n0.0,3,4\n1.0,\xff\xfe,4\n2.0,3,4\n".encode("latin-1"))
     assert [type(row) for row in workloads.load(path, rng())] == [Request, Refusal, Request]
 
 
-def test_the_simulator_serves_the_good_rows_and_records_the_bad_ones(tmp_path):
+def test_simulator_serves_good_rows_and_records_the_bad_ones(tmp_path):
     trace = simulate(read(tmp_path, VIDUR, "0.0,3,4", "1.0,3,0", "2.0,5,2").requests)
     assert [len(record.tokens) for record in trace.requests] == [4, 0, 2]
     assert trace.requests[1].error.startswith("line 3: num_decode_tokens is 0")
@@ -281,16 +273,14 @@ def test_the_simulator_serves_the_good_rows_and_records_the_bad_ones(tmp_path):
 @pytest.mark.parametrize("newline", ["\n", "\r\n"])
 @pytest.mark.parametrize("end", [True, False])
 @pytest.mark.parametrize("mark", ["", "\ufeff"])
-def test_files_of_other_systems_are_read_and_the_repairs_counted(tmp_path, mark, end, newline):
+def test_csv_trace_may_have_a_byte_order_mark_crlf_and_no_last_newline(tmp_path, mark, end, newline):
     path = write(tmp_path, mark + VIDUR, "0.0,3,4", "1.5,5,6", newline=newline, end=end)
     trace = workloads.read_trace(path)
     assert [(r.prompt, r.max_tokens, r.arrival) for r in trace.requests] == [(3, 4, 0.0), (5, 6, 1.5)]
-    expected = {"byte order mark": 1} if mark else {}
-    expected |= {"lines ended by CRLF": 3 if end else 2} if newline == "\r\n" else {}
-    assert trace.repairs == expected | ({} if end else {"no newline at the end": 1})
+    assert not trace.repairs
 
 
-def test_rows_out_of_order_are_sorted_and_counted_and_keep_their_names(tmp_path):
+def test_csv_trace_sorts_rows_by_arrival_counts_them_and_keeps_their_names(tmp_path):
     trace = read(tmp_path, VIDUR, "5.0,1,1", "3.0,2,1", "oops", "9.0,3,1", "3.0,4,1")
     assert [(r.id, r.arrival) for r in trace.requests] == [
         ("1", 0.0),
@@ -302,10 +292,44 @@ def test_rows_out_of_order_are_sorted_and_counted_and_keep_their_names(tmp_path)
     assert trace.repairs == {"rows sorted by arrival": 2}
 
 
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (
+            AZURE,
+            "2023-11-16 18:15:46.5000000,4,3",
+            "2023-11-16 18:15:47.0000000,4,3",
+            "2023-11-16 18:15:50,4,3",
+        ),
+        (VIDUR, f"{EPOCH},4,3", f"{EPOCH + 0.5},4,3", f"{EPOCH + 3.5},4,3"),
+        (BURSTGPT, f"{EPOCH},m,4,3,7,x", f"{EPOCH + 0.5},m,4,3,7,x", f"{EPOCH + 3.5},m,4,3,7,x"),
+    ],
+)
+def test_csv_trace_that_counts_from_an_epoch_begins_at_0_and_keeps_its_span(tmp_path, lines):
+    requests = read(tmp_path, *lines).requests
+    assert [request.arrival for request in requests] == [0.0, 0.5, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("lines", "name"),
+    [
+        ((AZURE, "2023-11-16 18:15:46,4,7"), "trace.csv"),
+        ((VIDUR, "0.0,4,7"), "trace.csv"),
+        ((BURSTGPT, "5,GPT-4,4,7,11,API log"), "trace.csv"),
+        (('{"timestamp": 0, "input_length": 4, "output_length": 7, "hash_ids": [3]}',), "trace.jsonl"),
+    ],
+)
+def test_trace_requests_run_to_their_recorded_length(tmp_path, lines, name):
+    (request,) = workloads.load(write(tmp_path, *lines, name=name), rng())
+    assert (request.max_tokens, request.output_length, request.sampling.ignore_eos) == (7, 7, True)
+    assert not request.sampling.stop and not request.sampling.stop_token_ids
+    assert len(simulate([request]).requests[0].tokens) == 7
+
+
 # Options.
 
 
-def test_the_first_lines_and_a_faster_clock_are_options_of_every_kind(tmp_path):
+def test_n_and_speed_are_options_of_every_kind_of_file(tmp_path):
     table = write(tmp_path, VIDUR, "0.0,3,4", "1.5,5,6", "4.0,7,8")
     lines = write(
         tmp_path, *['{"prompt": 3, "max_tokens": 4, "arrival": 1.5, "deadline": 2.0}'] * 3, name="w.jsonl"
@@ -315,34 +339,89 @@ def test_the_first_lines_and_a_faster_clock_are_options_of_every_kind(tmp_path):
     assert len(workloads.read_trace(lines, n=2).requests) == 2
 
 
+@pytest.mark.parametrize("factor", [0.5, 2.0, 7.0])
+def test_speed_option_divides_the_intervals(tmp_path, factor):
+    times = [0.0, 1.5, 1.5, 4.0, 10.0]
+    path = write(tmp_path, VIDUR, *[f"{time},4,3" for time in times])
+    requests = workloads.load(f"{path}:speed={factor}", rng())
+    assert [request.arrival for request in requests] == pytest.approx([time / factor for time in times])
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
         ("sped=2", "has no option 'sped'; did you mean 'speed'"),
         ("zzz", "there is 'n', 'speed', 'rate', 'failures', 'spread', 'tokens_per_id'"),
-        ("spread", "is of the kind vidur, and option spread is for mooncake"),
-        ("rate=2", "option rate is for vidur_lengths; scale its arrivals by speed"),
-        ("failures=refuse", "option failures is for burstgpt"),
-        ("tokens_per_id=4", "option tokens_per_id is for mooncake"),
+        ("spread", "is of the kind vidur; spread is for mooncake"),
+        ("rate=2", "rate is for vidur_lengths; scale its arrivals by speed"),
+        ("failures=refuse", "failures is for burstgpt"),
+        ("tokens_per_id=4", "tokens_per_id is for mooncake"),
         ("n=0", "option n is 0; it must be a whole number of at least 1"),
         ("n=1.5", "option n is 1.5"),
         ("speed=0", "factor is 0"),
         ("speed=fast", "option speed is 'fast'; it must be a number"),
     ],
 )
-def test_an_option_that_the_file_does_not_have_is_refused(tmp_path, options, said):
+def test_option_that_a_file_does_not_have_raises(tmp_path, options, said):
     path = write(tmp_path, VIDUR, "0.0,3,4")
     with pytest.raises(ValueError) as caught:
         workloads.load(f"{path}:{options}", rng())
     assert said in str(caught.value)
 
 
-def test_a_file_whose_own_name_has_a_colon_goes_first(tmp_path):
+def test_load_takes_a_file_with_a_colon_in_its_name_first(tmp_path):
     write(tmp_path, VIDUR, "0.0,3,4", name="a.csv")
     path = write(tmp_path, VIDUR, "0.0,3,4", "1.0,3,4", name="a.csv:n=1")
     assert len(workloads.load(path, rng())) == 2
     path.unlink()
     assert len(workloads.load(path, rng())) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("chat42", "did you mean 'chat24'"),
+        ("Lognormal", "'lognormal128'"),
+        ("nowhere/x.jsonl", "there is 'chat24', 'classic60', 'lognormal128', 'poisson64'"),
+        ("", "there is 'chat24'"),
+        ("azure_con", "did you mean 'azure_conv'"),
+        ("summary:n=3", "did you mean 'summarization'"),
+        ("azure.parquet", "(.jsonl)"),
+        ("AZURE.CSV.GZ", "(.jsonl)"),
+    ],
+)
+def test_load_raises_on_an_unknown_name_with_the_near_misses(name, said):
+    with pytest.raises(ValueError) as caught:
+        workloads.load(name, rng())
+    assert repr(name) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_load_raises_on_a_file_of_an_ending_that_is_not_read(tmp_path):
+    path = tmp_path / "azure.tsv"
+    path.write_text("TIMESTAMP\tContextTokens\tGeneratedTokens\n")
+    with pytest.raises(ValueError, match=r"files with this ending are not read; give a preset \(chat24"):
+        workloads.load(path, rng())
+
+
+@pytest.mark.parametrize("content", ["", "\n", " \r\n\t\n", "\ufeff"])
+def test_load_raises_on_an_empty_file(tmp_path, content):
+    path = tmp_path / "work.jsonl"
+    path.write_text(content)
+    with pytest.raises(ValueError, match=r"is empty; write one request a line"):
+        workloads.load(path, rng())
+
+
+def test_load_raises_on_a_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot be read: Is a directory; name a file"):
+        workloads.load(str(tmp_path), rng())
+
+
+def test_load_takes_a_preset_before_a_file_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat24").write_text('{"prompt": 4, "max_tokens": 3}')
+    assert len(workloads.load("chat24", rng())) == 24
+    assert len(workloads.load("./chat24", rng())) == 1
 
 
 # Public traces by name.
@@ -353,9 +432,8 @@ def tale(tmp_path, monkeypatch):
     """Put a small trace of its own name in the place of the public ones; return its bytes."""
     content = f"{VIDUR}\n0.0,3,4\n".encode()
     digest = hashlib.sha256(content).hexdigest()
-    trace = public.PublicTrace("tale.csv", "https://example.org/tale.csv", digest, "a tale")
-    for module in (public, files):
-        monkeypatch.setattr(module, "TRACES", {"tale": trace})
+    trace = files.PublicTrace("tale.csv", "https://example.org/tale.csv", digest)
+    monkeypatch.setattr(files, "TRACES", {"tale": trace})
     monkeypatch.setenv("CBRESEARCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CBRESEARCH_DATA", str(tmp_path / "data"))
     (tmp_path / "data").mkdir()
@@ -366,21 +444,21 @@ def forbidden(*arguments):
     raise AssertionError("nothing is downloaded")
 
 
-def test_the_data_folder_goes_before_any_download(tmp_path, tale):
+def test_fetch_takes_the_data_folder_before_any_download(tmp_path, tale):
     (tmp_path / "data" / "tale.csv").write_bytes(tale)
-    assert public.fetch("tale", forbidden) == tmp_path / "data" / "tale.csv"
+    assert workloads.fetch("tale", forbidden) == tmp_path / "data" / "tale.csv"
     assert len(workloads.load("tale", rng())) == 1
     assert workloads.load("tale:speed=2,n=1", rng())[0].prompt == 3
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_file_in_the_data_folder_that_is_not_the_published_one_is_refused(tmp_path, tale):
+def test_fetch_raises_on_a_file_in_the_data_folder_that_is_not_the_published_one(tmp_path, tale):
     (tmp_path / "data" / "tale.csv").write_bytes(tale[:-3])
     with pytest.raises(ValueError, match=r"has the SHA-256 \w{12}…, .*; replace it, or load it by its path"):
         workloads.load("tale", rng())
 
 
-def test_without_pooch_the_message_says_how_to_get_the_file(tmp_path, tale, monkeypatch):
+def test_fetch_without_pooch_says_how_to_get_the_file(tmp_path, tale, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
     with pytest.raises(ValueError) as caught:
         workloads.load("tale", rng())
@@ -391,7 +469,7 @@ def test_without_pooch_the_message_says_how_to_get_the_file(tmp_path, tale, monk
     assert len(workloads.load("tale", rng())) == 1
 
 
-def test_a_download_is_kept_in_the_cache_and_made_once(tmp_path, tale):
+def test_fetch_downloads_once_and_again_when_the_cached_file_is_spoilt(tmp_path, tale):
     pytest.importorskip("pooch", reason="pooch is not installed")
     asked = []
 
@@ -401,14 +479,13 @@ def test_a_download_is_kept_in_the_cache_and_made_once(tmp_path, tale):
             file.write(tale)
 
     for _ in range(2):
-        assert public.fetch("tale", downloader) == tmp_path / "cache" / "traces" / "tale.csv"
+        assert workloads.fetch("tale", downloader) == tmp_path / "cache" / "traces" / "tale.csv"
     assert asked == ["https://example.org/tale.csv"]
-    # What was spoilt since then is noticed, and downloaded again.
     (tmp_path / "cache" / "traces" / "tale.csv").write_bytes(b"spoilt")
-    assert public.fetch("tale", downloader).read_bytes() == tale
+    assert workloads.fetch("tale", downloader).read_bytes() == tale
 
 
-def test_a_download_of_other_bytes_is_refused_and_not_kept(tmp_path, tale):
+def test_fetch_refuses_a_download_of_other_bytes_and_keeps_none(tmp_path, tale):
     pytest.importorskip("pooch", reason="pooch is not installed")
 
     def downloader(url, path, pooch):
@@ -418,21 +495,21 @@ def test_a_download_of_other_bytes_is_refused_and_not_kept(tmp_path, tale):
     with pytest.raises(
         ValueError, match=r"cannot be downloaded: .*hash.*; download https://example.org/tale.csv"
     ):
-        public.fetch("tale", downloader)
+        workloads.fetch("tale", downloader)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
-def test_without_a_network_the_message_says_how_to_get_the_file(tale):
+def test_fetch_without_a_network_says_how_to_get_the_file(tale):
     pytest.importorskip("pooch", reason="pooch is not installed")
 
     def downloader(url, path, pooch):
         raise OSError("no route to host")
 
     with pytest.raises(ValueError, match=r"no route to host; download https://example\.org/tale\.csv into"):
-        public.fetch("tale", downloader)
+        workloads.fetch("tale", downloader)
 
 
-def test_the_public_traces_are_at_public_addresses_with_whole_hashes():
+def test_public_traces_have_addresses_and_whole_hashes():
     for name, trace in TRACES.items():
         assert trace.url.startswith("https://raw.githubusercontent.com/")
         assert len(trace.sha256) == 64

@@ -1,15 +1,16 @@
 """Arrivals, lengths, prefixes and sessions have the moments that they state; a seed gives the same bytes."""
 
-import inspect
 import math
 from statistics import NormalDist
 
 import numpy as np
 import pytest
+from helpers.drawing import rng, standard_errors_off
 from hygiene import printed_by_two_processes
 
 from cbresearch import workloads
 from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.costs import Linear
 from cbresearch.request import Refusal, Request
 from cbresearch.simulator import simulate
 from cbresearch.workloads import (
@@ -39,20 +40,12 @@ N = 100_000
 TABLE = Quantiles(211.13, ((0, 7), (0.5, 129), (0.9, 424), (0.99, 601), (1, 1000)))
 
 
-def rng(seed=0):
-    return np.random.default_rng(seed)
-
-
-def standard_errors_off(values, mean):
-    return abs(np.mean(values) - mean) / (np.std(values, ddof=1) / math.sqrt(len(values)))
-
-
 # Arrivals. The seeds are fixed, so the bound of 4 standard errors decides once and for all.
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("burstiness", [0.25, 0.836, 1.0, 4.0, 100.0])
-def test_gamma_gaps_have_the_rate_and_the_variation_of_vllm(burstiness, seed):
+def test_gamma_arrivals_have_the_rate_and_the_variation_of_vllm(burstiness, seed):
     times = Gamma(5.0, burstiness)(rng(seed), N)
     gaps = np.diff(times, prepend=0.0)
     assert standard_errors_off(gaps, 1 / 5) < 4
@@ -60,8 +53,15 @@ def test_gamma_gaps_have_the_rate_and_the_variation_of_vllm(burstiness, seed):
     assert times[-1] == pytest.approx(N / 5, rel=4 / math.sqrt(N * burstiness))
 
 
-def test_a_gamma_of_burstiness_1_is_exponential_in_its_tail_where_a_truncated_one_has_nothing():
-    gaps = np.diff(Gamma(1.0, 1.0)(rng(), N), prepend=0.0)
+@pytest.mark.parametrize("rate", [0.2, 4.0, 200.0])
+def test_poisson_arrivals_are_sums_of_exponential_gaps_whatever_their_number(rate):
+    times = Poisson(rate)(rng(), 1000)
+    assert times.tolist() == np.cumsum(rng().exponential(1 / rate, 1000)).tolist()
+    assert Poisson(rate)(rng(), 10).tolist() == times[:10].tolist()
+
+
+def test_poisson_arrivals_have_the_tail_that_a_truncated_exponential_lacks():
+    gaps = np.diff(Poisson(1.0)(rng(), N), prepend=0.0)
     # A simulator that clips gaps at 3 means has a rate 5.24 % too high and a squared variation of 0.774.
     beyond = np.count_nonzero(gaps > 3)
     assert abs(beyond - N * math.exp(-3)) < 4 * math.sqrt(N * math.exp(-3))
@@ -71,7 +71,7 @@ def test_a_gamma_of_burstiness_1_is_exponential_in_its_tail_where_a_truncated_on
 
 
 @pytest.mark.parametrize("num_requests", [1, 10, 1000])
-def test_an_exact_span_ends_at_n_over_rate(num_requests):
+def test_gamma_arrivals_of_an_exact_span_end_at_n_over_rate(num_requests):
     times = Gamma(5.0, 0.5, exact_span=True)(rng(), num_requests)
     assert times[-1] == pytest.approx(num_requests / 5, rel=1e-12)
     free = Gamma(5.0, 0.5)(rng(), num_requests)
@@ -80,7 +80,7 @@ def test_an_exact_span_ends_at_n_over_rate(num_requests):
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("off_rate", [0.0, 1.0, 4.0])
-def test_bursts_keep_the_mean_rate_and_have_the_dispersion_of_the_closed_form(off_rate, seed):
+def test_on_off_arrivals_have_the_rate_and_the_dispersion_of_the_closed_form(off_rate, seed):
     process = OnOff(4.0, on_seconds=2.0, off_seconds=6.0, off_rate=off_rate)
     times = process(rng(seed), 400_000)
     span = times[-1]
@@ -93,7 +93,7 @@ def test_bursts_keep_the_mean_rate_and_have_the_dispersion_of_the_closed_form(of
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_gaps_of_an_interrupted_poisson_process_vary_as_kuczura_says(seed):
+def test_on_off_gaps_vary_as_kuczura_says(seed):
     process = OnOff(4.0, on_seconds=2.0, off_seconds=6.0)
     gaps = np.diff(process(rng(seed), 400_000))
     leave_on, leave_off = 1 / 2, 1 / 6
@@ -101,7 +101,7 @@ def test_gaps_of_an_interrupted_poisson_process_vary_as_kuczura_says(seed):
     assert gaps.var() / gaps.mean() ** 2 == pytest.approx(squared, rel=0.05)
 
 
-def test_a_process_that_is_as_busy_off_as_on_is_poisson():
+def test_on_off_arrivals_of_equal_rates_are_poisson():
     process = OnOff(4.0, 2.0, 6.0, off_rate=4.0)
     assert process.on_rate == pytest.approx(4.0)
     assert process.dispersion(10.0) == pytest.approx(1.0)
@@ -109,14 +109,14 @@ def test_a_process_that_is_as_busy_off_as_on_is_poisson():
     assert gaps.var() / gaps.mean() ** 2 == pytest.approx(1.0, abs=4 * math.sqrt(8 / N))
 
 
-def test_bursts_begin_in_equilibrium():
+def test_on_off_arrivals_begin_in_equilibrium():
     # The mean number of arrivals in the first second is the rate, however long the periods are.
     process = OnOff(4.0, on_seconds=5.0, off_seconds=15.0)
-    counts = [np.count_nonzero(process(rng(seed), 60) < 1) for seed in range(4000)]
+    counts = [np.count_nonzero(process(rng(seed), 60) < 1) for seed in range(2000)]
     assert standard_errors_off(counts, 4.0) < 4
 
 
-def test_a_batch_comes_at_once_and_a_record_when_it_came():
+def test_at_once_and_recorded_arrivals_are_what_was_given():
     assert AtOnce(2.5)(rng(), 3).tolist() == [2.5] * 3
     assert Recorded((0.0, 1.0, 1.0, 5.0))(rng(), 3).tolist() == [0.0, 1.0, 1.0]
     with pytest.raises(ValueError, match="5 arrivals are asked for, and 4 were recorded"):
@@ -128,7 +128,7 @@ def test_a_batch_comes_at_once_and_a_record_when_it_came():
     [Poisson(2.0), Gamma(2.0, 0.3), Gamma(2.0, 0.3, exact_span=True), OnOff(2.0, 1.0, 9.0), AtOnce()],
 )
 @pytest.mark.parametrize("num_requests", [0, 1, 2, 1000])
-def test_as_many_arrive_as_were_asked_for_in_order(process, num_requests):
+def test_arrival_process_returns_as_many_times_as_asked_for_in_order(process, num_requests):
     times = process(rng(), num_requests)
     assert times.shape == (num_requests,)
     assert np.all(np.diff(times, prepend=0.0) >= 0)
@@ -137,7 +137,7 @@ def test_as_many_arrive_as_were_asked_for_in_order(process, num_requests):
 @pytest.mark.parametrize(
     "process", [Poisson, lambda rate: Gamma(rate, 0.3), lambda rate: OnOff(rate, 1.0, 9.0)]
 )
-def test_twice_the_rate_halves_every_interval_or_at_least_the_span(process):
+def test_arrival_process_halves_the_intervals_or_the_span_at_twice_the_rate(process):
     slow, fast = process(2.0)(rng(), 5000), process(4.0)(rng(), 5000)
     if isinstance(process(2.0), OnOff):
         # Bursts keep their length, so only the long run scales.
@@ -157,13 +157,18 @@ DISTRIBUTIONS = {
     "zipf from 10": (Zipf(2.0, 40, minimum=10), None, None),
     "zipf of 0 is uniform": (Zipf(0.0, 12, minimum=4), 8, 60 / 9),
     "lognormal": (Lognormal(54, 1.0, 384), 54, None),
+    "lognormal, narrow": (Lognormal(9.5, 0.1, 40, 8), 9.5, None),
+    "lognormal, mostly clipped": (Lognormal(300, 2.0, 384), 300, None),
+    "lognormal, clipped from below": (Lognormal(1.01, 3, 9), 1.01, None),
+    "lognormal of sigma 0": (Lognormal(54.25, 0, 384), 54.25, 0.1875),
+    "lognormal, not by inversion": (Lognormal(54, 1.0, 384, by_inversion=False), 54, None),
     "empirical": (Empirical((5, 1, 1, 9)), 4, 11),
     "percentiles": (TABLE, 211.13, None),
 }
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_lengths_have_the_mean_and_the_variance_of_the_closed_form(name):
+def test_length_distribution_has_the_mean_and_the_variance_of_the_closed_form(name):
     lengths, mean, variance = DISTRIBUTIONS[name]
     drawn = lengths(rng(1), N)
     assert drawn.dtype == np.int64 and drawn.min() >= 1
@@ -177,7 +182,7 @@ def test_lengths_have_the_mean_and_the_variance_of_the_closed_form(name):
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
-def test_quantiles_integrate_to_the_mean_and_never_fall(name):
+def test_length_distribution_has_growing_quantiles_that_integrate_to_its_mean(name):
     lengths = DISTRIBUTIONS[name][0]
     values = lengths.quantile((np.arange(200_000) + 0.5) / 200_000)
     assert np.all(np.diff(values) >= 0)
@@ -185,7 +190,7 @@ def test_quantiles_integrate_to_the_mean_and_never_fall(name):
 
 
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 2.5])
-def test_zipf_odds_fall_with_the_power(exponent):
+def test_zipf_lengths_have_odds_that_fall_with_the_power(exponent):
     drawn = Zipf(exponent, 4)(rng(), N)
     odds = np.array([k**-exponent for k in range(1, 5)])
     expected = N * odds / odds.sum()
@@ -193,14 +198,14 @@ def test_zipf_odds_fall_with_the_power(exponent):
     assert ((counts - expected) ** 2 / expected).sum() < 20
 
 
-def test_a_geometric_length_forgets_how_long_it_is():
+def test_geometric_lengths_are_memoryless():
     drawn = Geometric(20.0)(rng(), N)
     for least in (10, 50):
         assert standard_errors_off(drawn[drawn > least] - least, 20) < 4
 
 
 @pytest.mark.parametrize("mean", [110.0, 211.13, 285.0])
-def test_published_percentiles_come_back_under_any_mean_that_they_allow(mean):
+def test_quantiles_have_the_published_percentiles_under_any_mean_that_these_allow(mean):
     points = ((0, 7), (0.5, 129), (0.9, 424), (0.99, 601), (1, 1000))
     lengths = Quantiles(mean, points)
     assert lengths.quantile(np.array([u for u, _ in points[:-1]])) == pytest.approx(
@@ -211,18 +216,46 @@ def test_published_percentiles_come_back_under_any_mean_that_they_allow(mean):
     assert drawn.min() >= 7 and drawn.max() <= 1000
 
 
-def test_a_straight_line_of_quantiles_is_the_uniform_distribution():
+def test_quantiles_on_a_straight_line_are_the_uniform_distribution():
     lengths = Quantiles(50.5, ((0, 1), (1, 100)))
     assert lengths.quantile(np.array([0.25, 0.5])) == pytest.approx([25.75, 50.5])
 
 
-def test_a_length_does_not_depend_on_how_many_follow():
+def test_lognormal_logarithms_have_the_sigma_that_was_asked_for():
+    for by_inversion in (True, False):
+        lengths = Lognormal(1e6, 0.5, 10**9, by_inversion=by_inversion)(rng(), 20_000)
+        # The deviation of a normal sample's deviation is sigma / sqrt(2 n).
+        assert abs(np.std(np.log(lengths)) - 0.5) < 4 * 0.5 / math.sqrt(40_000)
+
+
+def test_lognormal_without_inversion_takes_the_scores_of_the_random_generator():
+    scores = rng(3).standard_normal(500)
+    lengths = Lognormal(160, 0.8, 1000, by_inversion=False)(rng(3), 500)
+    assert np.all(np.diff(lengths[np.argsort(scores)]) >= -1)
+
+
+def test_lengths_without_any_spread_are_allowed():
+    no_spread = (
+        Lognormal(54, 0, 54),
+        Geometric(54, minimum=54),
+        Uniform(54, 54),
+        Quantiles(54, ((0, 54), (1, 54))),
+    )
+    for lengths in no_spread:
+        assert lengths(rng(), 50).tolist() == [54] * 50
+
+
+def test_uniform_lengths_cover_their_range():
+    assert set(Uniform(4, 12)(rng(), 9_000).tolist()) == set(range(4, 13))
+
+
+def test_length_does_not_depend_on_how_many_follow():
     for lengths in (Uniform(4, 12), Geometric(20.0), Zipf(1.2, 50)):
         assert lengths(rng(), 10).tolist() == lengths(rng(), 100)[:10].tolist()
 
 
 @pytest.mark.parametrize("correlation", [-1.0, -0.6, 0.0, 0.5, 1.0])
-def test_coupling_leaves_each_distribution_as_it_is_and_correlates_their_ranks(correlation):
+def test_coupled_lengths_keep_both_distributions_and_correlate_their_ranks(correlation):
     prompts, outputs = Coupled(Lognormal(300, 1.0, 4096), TABLE, correlation)(rng(2), N)
     assert standard_errors_off(prompts, 300) < 4
     assert standard_errors_off(outputs, 211.13) < 4
@@ -231,7 +264,7 @@ def test_coupling_leaves_each_distribution_as_it_is_and_correlates_their_ranks(c
     assert ranks == pytest.approx(6 / math.pi * math.asin(correlation / 2), abs=0.012)
 
 
-def test_pairs_of_a_trace_are_drawn_together_and_equally_often():
+def test_joint_lengths_draw_the_pairs_of_a_trace_equally_often():
     trace = [
         Request("a", 10, 1),
         Refusal("b", "no"),
@@ -245,7 +278,7 @@ def test_pairs_of_a_trace_are_drawn_together_and_equally_often():
     assert np.abs(np.bincount(outputs)[1:] - 10_000).max() < 4 * math.sqrt(30_000 * 2 / 9)
 
 
-def test_scaled_lengths_have_the_scaled_mean_exactly():
+def test_scaled_lengths_have_the_scaled_mean():
     for lengths in (Lognormal(300, 1.0, 4096), TABLE):
         for factor in (0.05, 0.5, 3.0):
             assert lengths.scaled(factor).mean == pytest.approx(lengths.mean * factor)
@@ -265,9 +298,18 @@ IMPOSSIBLE = {
     "uniform": (lambda: Uniform(5, 4), "from 5 to 4"),
     "geometric": (lambda: Geometric(0.5), "mean is 0.5; it must be finite, and at least minimum = 1"),
     "zipf": (lambda: Zipf(-1, 5), "exponent is -1"),
-    "lognormal": (lambda: Lognormal(500, 1.0, 384), "mean is 500.*maximum = 384"),
-    "nothing": (lambda: Empirical(()), "there is no length to draw from"),
-    "half a token": (lambda: Empirical((1.5,)), "a length is 1.5; lengths are whole numbers"),
+    "lognormal": (
+        lambda: Lognormal(500, 1.0, 384),
+        "mean is 500; it must lie between 1 and 384, and off both",
+    ),
+    "lognormal at its bound": (lambda: Lognormal(384, 1.0, 384), "mean is 384; .* between 1 and 384"),
+    "lognormal of no spread": (lambda: Lognormal(0.5, 0, 384), "mean is 0.5; .* between 1 and 384"),
+    "lognormal of no mean": (lambda: Lognormal(math.nan, 1.0, 384), "mean is nan"),
+    "sigma": (lambda: Lognormal(54, math.nan, 384), "sigma is nan; it must lie between 0 and 10"),
+    "minimum": (lambda: Lognormal(54, 1.0, 384, minimum=0), "from 0 to 384"),
+    "infinite rate": (lambda: Poisson(math.inf), "rate is inf"),
+    "nothing": (lambda: Empirical(()), "number of lengths to draw from is 0; give at least one"),
+    "half a token": (lambda: Empirical((5, 1.5)), "length 1 is 1.5; lengths are whole numbers"),
     "no pairs": (lambda: Joint((1, 2), (1,)), "2 prompts and 1 outputs"),
     "fractions": (lambda: Quantiles(5, ((0, 1), (0.9, 9))), r"fractions are .*; they must grow from 0 to 1"),
     "falling": (lambda: Quantiles(5, ((0, 1), (0.5, 9), (1, 8))), "at least 1 and grow"),
@@ -276,29 +318,32 @@ IMPOSSIBLE = {
     "prefixes": (lambda: Prefixes(0, Fixed(1)), "count is 0; give at least one prefix"),
     "pause": (lambda: Exponential(0), "mean is 0"),
     "users": (lambda: closed_loop(0, 1, (Fixed(1), Fixed(1)), rng()), "num_users is 0"),
-    "think": (lambda: closed_loop(1, 1, (Fixed(1), Fixed(1)), rng(), think=-1.0), "think gives"),
+    "think": (
+        lambda: closed_loop(1, 1, (Fixed(1), Fixed(1)), rng(), think=-1.0),
+        "pause 0 is -1.0; think must give finite seconds, 0 or more",
+    ),
     "factor": (lambda: workloads.scale_rate([], 0), "factor is 0"),
     "own arrivals": (
         lambda: make_requests(lambda rng, n: np.ones(n + 1), (Fixed(1), Fixed(1)), 3, rng()),
-        r"the arrivals have the shape \(4,\); 3 times were asked for",
+        r"the arrivals are float64 of the shape \(4,\); draw 3 numbers",
     ),
     "own order": (
         lambda: make_requests(lambda rng, n: -np.arange(n), (Fixed(1), Fixed(1)), 3, rng()),
-        "arrival 1 is -1.0",
+        "arrival 1 is -1; times are finite seconds",
     ),
     "own lengths": (
         lambda: make_requests(AtOnce(), (Fixed(1), lambda rng, n: rng.random(n)), 3, rng()),
-        "the lengths are float64",
+        r"length 0 is 0\.\d+; lengths are whole numbers",
     ),
     "own zero": (
         lambda: make_requests(AtOnce(), (Fixed(1), lambda rng, n: np.zeros(n, int)), 3, rng()),
-        "a length is 0; every prompt and output has at least 1 token",
+        "length 0 is 0; lengths are whole numbers of at least 1 token",
     ),
 }
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_what_cannot_be_is_refused_by_value_and_limit(name):
+def test_impossible_workload_raises_with_value_and_limit(name):
     build, said = IMPOSSIBLE[name]
     with pytest.raises(ValueError, match=said):
         build()
@@ -307,7 +352,7 @@ def test_what_cannot_be_is_refused_by_value_and_limit(name):
 # Requests.
 
 
-def test_requests_have_the_lengths_and_the_arrivals_that_were_drawn_and_run_to_the_end():
+def test_make_requests_takes_drawn_arrivals_and_lengths_and_runs_to_the_end():
     requests = make_requests(Recorded((0.0, 1.5, 2.0)), (Uniform(3, 9), Fixed(5)), 3, rng())
     assert [request.arrival for request in requests] == [0.0, 1.5, 2.0]
     assert all(3 <= request.prompt <= 9 and request.max_tokens == 5 for request in requests)
@@ -315,7 +360,7 @@ def test_requests_have_the_lengths_and_the_arrivals_that_were_drawn_and_run_to_t
     assert [request.id for request in requests] == ["0", "1", "2"]
 
 
-def test_another_arrival_process_leaves_the_lengths_as_they_are():
+def test_make_requests_draws_the_same_lengths_under_any_arrival_process():
     lengths = (Uniform(3, 900), Geometric(50.0))
     slow, fast, bursty = (
         make_requests(arrivals, lengths, 50, rng(4))
@@ -326,7 +371,7 @@ def test_another_arrival_process_leaves_the_lengths_as_they_are():
     assert [r.arrival for r in slow] == pytest.approx([3 * r.arrival for r in fast])
 
 
-def test_workloads_of_several_clients_merge_by_arrival():
+def test_merge_orders_workloads_of_several_clients_by_arrival():
     chat = make_requests(Poisson(2.0), (Fixed(3), Fixed(2)), 20, rng(1), client="chat")
     job = make_requests(AtOnce(4.0), (Fixed(3), Fixed(2)), 5, rng(2), client="job")
     merged = workloads.merge(chat, job)
@@ -337,7 +382,7 @@ def test_workloads_of_several_clients_merge_by_arrival():
         workloads.merge(job, job)
 
 
-def test_scaling_a_rate_divides_the_intervals_and_keeps_what_a_deadline_allows():
+def test_scale_rate_divides_the_intervals_and_keeps_what_a_deadline_allows():
     requests = [Request("a", 1, 1, 2.0, deadline=3.0), Refusal("b", "no", 4.0), Request("c", 1, 1, 10.0)]
     fast = workloads.scale_rate(requests, 4.0)
     assert [request.arrival for request in fast] == [0.5, 1.0, 2.5]
@@ -345,10 +390,53 @@ def test_scaling_a_rate_divides_the_intervals_and_keeps_what_a_deadline_allows()
     assert workloads.scale_rate(requests, 1) == requests
 
 
+@pytest.mark.parametrize("process", [Poisson(200.0), Gamma(200.0, 0.3), OnOff(200.0, 1.0, 4.0)])
+def test_make_requests_serves_all_requests_of_any_arrival_process(process):
+    requests = make_requests(process, (Fixed(4), Fixed(3)), 1000, rng())
+    trace = simulate(requests, cost=Linear(step=1e-4), scheduler=SchedulerConfig(64, 512))
+    assert len(trace.served) == 1000
+    # Arrivals are absolute, so a slow server delays none.
+    slow = simulate(requests, cost=Linear(step=0.1), scheduler=SchedulerConfig(64, 512))
+    assert [r.arrival for r in slow.requests] == [r.arrival for r in trace.requests]
+
+
+def test_make_requests_keeps_the_drawn_prompt_lengths_behind_a_prefix_and_through_a_vocabulary():
+    lengths = (Lognormal(60, 0.8, 400), Fixed(3))
+    plain = make_requests(Poisson(1.0), lengths, 200, rng(3))
+    prefixed = make_requests(Poisson(1.0), lengths, 200, rng(3), prefixes=Prefixes(4, Fixed(32)))
+    assert [len(p.prompt) - 32 for p in prefixed] == [request.prompt for request in plain]
+    for requests in (plain, prefixed):
+        resolved = workloads.resolve_prompts(requests, None, 256, rng())
+        assert [len(r.prompt) for r in resolved] == [r.num_prompt_tokens for r in requests]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0])
+@pytest.mark.parametrize("prefix", [16, 64, 250])
+def test_prefixes_are_all_that_prompts_share(prefix, exponent):
+    prefixes = Prefixes(5, Fixed(prefix), exponent)
+    requests = make_requests(Poisson(1e-3), (Fixed(100), Fixed(2)), 80, rng(), prefixes=prefixes)
+    distinct = len({request.prompt[:prefix] for request in requests})
+    trace = simulate(
+        requests, scheduler=SchedulerConfig(4, 2048), cache=CacheConfig(4096, 16, prefix_caching=True)
+    )
+    # Whole blocks are found, and each prefix is computed once; a prefix never swallows a prompt of its own.
+    found = [record.num_cached_tokens for record in trace.requests]
+    assert sum(found) == (80 - distinct) * (prefix // 16 * 16)
+    assert max(found) <= prefix
+
+
+def test_make_requests_without_prefixes_shares_nothing():
+    requests = workloads.resolve_prompts(
+        make_requests(Poisson(1e-3), (Fixed(100), Fixed(2)), 50, rng()), None, 4096, rng()
+    )
+    trace = simulate(requests, cache=CacheConfig(4096, 16, prefix_caching=True))
+    assert sum(record.num_cached_tokens for record in trace.requests) == 0
+
+
 # Sessions.
 
 
-def test_users_of_a_closed_loop_get_the_throughput_of_the_response_time_law():
+def test_closed_loop_has_the_throughput_of_the_response_time_law():
     # Alone in its seat, a request of 1 prompt token and 4 output tokens takes 4 steps of a second.
     sessions = closed_loop(5, 40, (Fixed(1), Fixed(4)), rng(), think=6.0)
     requests, then = sessions.start()
@@ -359,7 +447,7 @@ def test_users_of_a_closed_loop_get_the_throughput_of_the_response_time_law():
     assert max(step.num_running for step in trace.steps) == 5
 
 
-def test_never_more_requests_are_under_way_than_users():
+def test_closed_loop_never_has_more_requests_under_way_than_users():
     sessions = closed_loop(6, 20, (Uniform(1, 9), Geometric(8.0)), rng(), think=Exponential(3.0))
     requests, then = sessions.start()
     trace = simulate(requests, "sjf", scheduler=SchedulerConfig(3, 20), cache=CacheConfig(200), then=then)
@@ -384,7 +472,7 @@ def chats(seed=0, **changed):
 
 
 @pytest.mark.parametrize("is_open", [False, True])
-def test_the_prefix_cache_finds_all_that_was_said_before_but_the_new_text(is_open):
+def test_conversation_finds_all_but_its_new_text_in_the_prefix_cache(is_open):
     sessions = chats()
     requests, then = (sessions.flat(100.0), None) if is_open else sessions.start()
     cache = CacheConfig(4000, 1, prefix_caching=True)
@@ -401,7 +489,7 @@ def test_the_prefix_cache_finds_all_that_was_said_before_but_the_new_text(is_ope
             said += len(turn.text) + turn.max_tokens
 
 
-def test_a_prompt_holds_the_tokens_that_were_really_generated():
+def test_conversation_prompts_hold_the_tokens_that_were_generated():
     (session,) = chats().sessions[1:2]
     requests, then = workloads.Sessions((session,)).start()
 
@@ -413,7 +501,7 @@ def test_a_prompt_holds_the_tokens_that_were_really_generated():
     assert following.arrival == 50.0 + session.turns[1].pause
 
 
-def test_a_user_whose_request_is_refused_sends_nothing_more_and_strangers_are_let_be():
+def test_closed_loop_client_stops_after_a_refusal_and_ignores_other_requests():
     sessions = closed_loop(2, 5, (Fixed(50), Fixed(4)), rng())
     requests, then = sessions.start()
     stranger = Request("stranger/7", 3, 2)
@@ -421,7 +509,7 @@ def test_a_user_whose_request_is_refused_sends_nothing_more_and_strangers_are_le
     assert [record.error is None for record in trace.requests] == [False, False, True]
 
 
-def test_every_policy_meets_the_same_users():
+def test_sessions_are_the_same_under_every_policy():
     sessions = chats()
     runs = []
     for policy in ("fcfs", "sjf", "static"):
@@ -431,113 +519,13 @@ def test_every_policy_meets_the_same_users():
     assert runs[0] == runs[1] == runs[2]
 
 
-def test_a_session_ends_before_its_context_is_full():
+def test_conversation_ends_before_its_context_is_full():
     full = chats(turns=Fixed(50), max_context=300)
     assert full.max_context <= 300
     assert all(
         32 + sum(len(t.text) + t.max_tokens for t in session.turns) - 32 <= 300 for session in full.sessions
     )
     assert all(0 < len(session.turns) < 50 for session in full.sessions)
-
-
-# Presets by application.
-
-APPLICATIONS = ("chat", "code", "rag", "summarization", "multi_turn", "agents", "batch")
-
-
-@pytest.mark.parametrize(
-    ("name", "prompts", "outputs", "correlation"),
-    [
-        ("chat", (1154.70, 1020, 2734.5, 4142), (211.13, 129, 424, 601), -0.11),
-        ("code", (2047.85, 1469, 5187.6, 7436), (27.88, 13, 55, 251.5), 0.001),
-        ("summarization", (2588.08, 2730, 3702, 3933), (291.43, 167, 372, 3271), -0.46),
-    ],
-)
-def test_a_preset_has_the_mean_the_percentiles_and_the_correlation_of_its_trace(
-    name, prompts, outputs, correlation
-):
-    requests = workloads.load(f"{name}:n=40000", rng(5))
-    drawn = [[r.prompt for r in requests], [r.max_tokens for r in requests]]
-    for lengths, published in zip(drawn, (prompts, outputs), strict=True):
-        assert standard_errors_off(lengths, published[0]) < 4
-        assert np.percentile(lengths, [50, 90, 99]) == pytest.approx(published[1:], rel=0.05)
-    assert np.corrcoef(drawn)[0, 1] == pytest.approx(correlation, abs=0.02)
-
-
-def test_code_comes_in_the_bursts_of_its_trace():
-    process = OnOff(2.567, on_seconds=12.7, off_seconds=47.2)
-    assert [process.dispersion(window) for window in (10, 60)] == pytest.approx([71.3, 160.5], rel=0.01)
-    gaps = np.diff([request.arrival for request in workloads.load("chat:n=20000", rng())])
-    assert gaps.std() / gaps.mean() == pytest.approx(1.094, abs=0.03)
-
-
-@pytest.mark.parametrize("name", APPLICATIONS)
-def test_a_preset_is_scaled_in_number_rate_and_size(name):
-    if name == "batch":
-        requests = workloads.load("batch:n=50", rng())
-        assert len(requests) == 50 and {request.arrival for request in requests} == {0.0}
-    else:
-        slow, fast = (workloads.load(f"{name}:n=40,rate={rate},size=0.05", rng(1)) for rate in (0.01, 1e6))
-        assert len(slow) == len(fast) >= 40
-        assert max(r.arrival for r in slow) == pytest.approx(40 / 0.01, rel=0.9)
-        assert max(r.arrival for r in fast) < max(r.arrival for r in slow) / 4
-    large, small = (workloads.load(f"{name}:n=200,size={size}", rng()) for size in (1.0, 0.1))
-    tokens = [sum(r.num_prompt_tokens for r in requests) for requests in (large, small)]
-    assert tokens[1] == pytest.approx(0.1 * tokens[0], rel=0.15)
-
-
-def test_a_cache_finds_in_rag_what_the_popularity_of_its_documents_leaves():
-    requests = workloads.load("rag:size=0.02", rng())
-    length = round(0.64 * 15325.48 * 0.02)
-    documents = {request.prompt[:length] for request in requests}
-    cache = CacheConfig(60_000, 1, prefix_caching=True)
-    spread = [Request(r.id, r.prompt, r.max_tokens, 1000.0 * place) for place, r in enumerate(requests)]
-    trace = simulate(spread, scheduler=SchedulerConfig(8, 4000), cache=cache)
-    found = sum(record.num_cached_tokens for record in trace.requests)
-    assert 1 < len(documents) <= 16
-    assert 0 <= found - length * (len(requests) - len(documents)) < 3 * len(requests)
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("chat:rat=4", "workload 'chat' has no option 'rat'; did you mean 'rate'?"),
-        ("chat:zzz", "there is 'rate', 'n', 'size'"),
-        ("classic60:n=3", "workload 'classic60' has no option 'n'; it has none"),
-        ("chat:n=3,n=4", "option n is given twice"),
-        ("chat:n=2.5", "option n is 2.5; it must be a whole number"),
-        ("chat:n", "option n is True; it must be a whole number"),
-        ("chat:rate=fast", "option rate is 'fast'; it must be a number"),
-        ("chat:rate=-1", "rate is -1"),
-        (
-            "code:size=0.02",
-            "size is 0.02, which makes a mean of 27.88 tokens one of 0.5576; give a size above",
-        ),
-        ("chat:size=0", "size is 0, which"),
-        ("rag:size=nan", "option size is 'nan'; it must be a number"),
-        ("batch:rate=2", "workload 'batch' has no option 'rate'"),
-        ("chat:n=-1", "-1 requests are asked for; give 0 or more"),
-    ],
-)
-def test_an_option_that_cannot_be_is_refused_with_the_remedy(name, said):
-    with pytest.raises(ValueError) as caught:
-        workloads.load(name, rng())
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize("name", APPLICATIONS)
-def test_a_preset_says_its_source_and_what_is_assumed(name):
-    said = inspect.getdoc(workloads.PRESETS[name])
-    assert "Source: " in said and "ssumed" in said
-
-
-@pytest.mark.parametrize("build", [workloads.multi_turn_sessions, workloads.agents_sessions])
-def test_a_preset_of_sessions_is_served_in_a_closed_loop(build):
-    sessions = build(rng(), n=5, size=0.05)
-    requests, then = sessions.start()
-    trace = simulate(requests, cache=CacheConfig(4000, prefix_caching=True), then=then)
-    assert len(trace.requests) == sessions.num_requests > 5
-    assert all(record.is_complete for record in trace.requests)
 
 
 SHOW_ALL = """
@@ -554,13 +542,13 @@ print(w.multi_turn_sessions(rng, n=4, size=0.05).start()[0])
 """
 
 
-def test_the_same_seed_gives_the_same_bytes_in_another_process_under_another_hash_seed():
+def test_draws_give_the_same_bytes_in_another_process_under_another_hash_seed():
     first, second = printed_by_two_processes(SHOW_ALL)
     assert first == second
     assert len(first) > 20_000
 
 
-def test_the_scores_of_a_copula_are_normal():
+def test_coupled_lengths_have_normal_scores():
     # The error function against the standard library's other way to the same number.
     prompts, _ = Coupled(Quantiles(500.5, ((0, 1), (1, 1000))), Fixed(1))(rng(3), 2000)
     scores = rng(3).standard_normal((2, 2000))[0]

@@ -28,7 +28,7 @@ SPEED_UPS = {
 
 
 @pytest.mark.parametrize("trace", workloads.TRACES)
-def test_the_committed_outputs_have_the_published_numbers_means_and_speed_ups(trace):
+def test_committed_traffic_lengths_have_the_published_numbers_means_and_speed_ups(trace):
     outputs = traffic_counts.committed_lengths(trace, "output")
     assert len(outputs) == NUM_REQUESTS[trace]
     assert round(outputs.mean(), 2) == MEAN_OUTPUTS[trace]
@@ -36,7 +36,7 @@ def test_the_committed_outputs_have_the_published_numbers_means_and_speed_ups(tr
     assert [float(f"{value:.4g}") for value in found] == list(SPEED_UPS[trace])
 
 
-def test_the_committed_pairs_are_those_of_all_requests_in_parts_of_equal_size():
+def test_committed_traffic_pairs_are_all_requests_in_parts_of_equal_size():
     pairs = traffic_counts.committed_pairs()
     prompts = traffic_counts.committed_lengths(traffic_counts.COUPLED, "prompt")
     assert pairs.sum() == len(prompts) == NUM_REQUESTS[traffic_counts.COUPLED]
@@ -44,7 +44,7 @@ def test_the_committed_pairs_are_those_of_all_requests_in_parts_of_equal_size():
         assert np.ptp(pairs.sum(axis)) <= 1
 
 
-def test_parts_of_equal_size_tell_equal_lengths_apart():
+def test_count_pairs_tells_equal_lengths_apart():
     pairs = traffic_counts.count_pairs(np.full(32, 7), np.arange(32)[::-1])
     assert (pairs == 2 * np.eye(16, dtype=int)[::-1]).all()
 
@@ -56,7 +56,7 @@ def trace(request):
     return request.param
 
 
-def test_the_committed_counts_follow_from_the_trace(trace):
+def test_committed_traffic_counts_follow_from_the_trace(trace):
     prompts, outputs = traffic_counts.read(trace)
     assert (traffic_counts.committed_lengths(trace, "output") == np.sort(outputs)).all()
     if trace == traffic_counts.COUPLED:

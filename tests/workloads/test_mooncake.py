@@ -6,21 +6,18 @@ from collections import OrderedDict
 import mooncake_counts
 import numpy as np
 import pytest
+from helpers.drawing import rng
 
 from cbresearch import formulas, workloads
 from cbresearch.config import CacheConfig
 from cbresearch.request import Refusal, Request, SamplingParams
 from cbresearch.simulator import simulate
-from cbresearch.workloads.mooncake import EXAMPLE
+from cbresearch.workloads.readers import EXAMPLES
 
 LINE = {"timestamp": 27_500, "input_length": 1200, "output_length": 52, "hash_ids": [0, 7, 300]}
 
 # Published with the traces: requests, blocks, and blocks that an endless cache would hold already.
 ENDLESS = {"conversation": (12_031, 288_500, 105_710), "synthetic": (3_993, 121_877, 77_953)}
-
-
-def rng(seed=0):
-    return np.random.default_rng(seed)
 
 
 def write(tmp_path, *lines):
@@ -30,7 +27,7 @@ def write(tmp_path, *lines):
 
 
 def read(tmp_path, *lines, **options):
-    return workloads.load_mooncake(write(tmp_path, *lines), **options)
+    return workloads.read_trace(write(tmp_path, *lines), **options).requests
 
 
 def common(first, second):
@@ -41,29 +38,29 @@ def common(first, second):
     )
 
 
-def test_every_field_of_a_line_arrives(tmp_path):
+def test_mooncake_line_sets_every_field_of_a_request(tmp_path):
     (request,) = read(tmp_path, LINE)
     assert request == Request("0", request.prompt, 52, 27.5, SamplingParams(ignore_eos=True))
     assert (request.num_prompt_tokens, request.output_length) == (1200, 52)
 
 
-def test_load_knows_a_trace_by_its_hash_ids(tmp_path):
+def test_load_knows_a_mooncake_trace_by_its_hash_ids(tmp_path):
     path = write(tmp_path, "oops", LINE)
     refused, request = workloads.load(path, rng())
     assert "input_length" in refused.error
-    assert request == workloads.load_mooncake(path)[1]
+    assert request == workloads.read_trace(path).requests[1]
 
 
-def test_the_example_in_the_messages_is_a_line(tmp_path):
-    (request,) = read(tmp_path, EXAMPLE)
+def test_mooncake_example_in_the_messages_is_a_line(tmp_path):
+    (request,) = read(tmp_path, EXAMPLES["mooncake"])
     assert request.num_prompt_tokens == 700
 
 
-def test_other_keys_are_ignored(tmp_path):
+def test_mooncake_line_may_have_other_keys(tmp_path):
     assert read(tmp_path, LINE | {"type": "chat"}) == read(tmp_path, LINE)
 
 
-def test_a_name_is_looked_for_in_the_data_folder(tmp_path, monkeypatch):
+def test_find_looks_in_the_data_folder(tmp_path, monkeypatch):
     write(tmp_path, LINE)
     monkeypatch.delenv("CBRESEARCH_DATA", raising=False)
     assert workloads.find("trace.jsonl") is None
@@ -75,18 +72,18 @@ def test_a_name_is_looked_for_in_the_data_folder(tmp_path, monkeypatch):
     assert len(workloads.load("trace.jsonl", rng())) == 1
 
 
-def test_a_path_goes_before_the_data_folder(tmp_path, monkeypatch):
+def test_find_takes_a_path_before_the_data_folder(tmp_path, monkeypatch):
     write(tmp_path, LINE)
     (tmp_path / "data").mkdir()
     write(tmp_path / "data", LINE, LINE)
     monkeypatch.setenv("CBRESEARCH_DATA", str(tmp_path / "data"))
     monkeypatch.chdir(tmp_path)
-    assert len(workloads.load_mooncake("trace.jsonl")) == 1
+    assert len(workloads.load("trace.jsonl", rng())) == 1
 
 
-@pytest.mark.parametrize("tokens_per_id", [1, 2, 3, 4, 5, 16, 100, 511, 512])
-@pytest.mark.parametrize("length", [1, 511, 512, 513, 1024, 1200, 1536])
-def test_an_id_becomes_so_many_tokens_and_a_prompt_one_block_per_id(tmp_path, tokens_per_id, length):
+@pytest.mark.parametrize("tokens_per_id", [1, 3, 4, 16, 511, 512])
+@pytest.mark.parametrize("length", [1, 511, 512, 513, 1536])
+def test_mooncake_id_becomes_so_many_tokens_and_a_prompt_one_block_per_id(tmp_path, tokens_per_id, length):
     line = LINE | {"input_length": length, "hash_ids": list(range(-(-length // 512)))}
     (request,) = read(tmp_path, line, tokens_per_id=tokens_per_id)
     assert request.num_prompt_tokens == -(-length * tokens_per_id // 512)
@@ -94,7 +91,7 @@ def test_an_id_becomes_so_many_tokens_and_a_prompt_one_block_per_id(tmp_path, to
 
 
 @pytest.mark.parametrize("tokens_per_id", [1, 3, 4, 16, 512])
-def test_prompts_share_tokens_just_where_their_ids_are_equal(tmp_path, tokens_per_id):
+def test_mooncake_prompts_share_tokens_just_where_their_ids_are_equal(tmp_path, tokens_per_id):
     length, generator = 5 * 512, rng()
     lines = [
         LINE | {"input_length": length, "hash_ids": generator.integers(0, 3, 5).tolist()} for _ in range(40)
@@ -110,26 +107,26 @@ def test_prompts_share_tokens_just_where_their_ids_are_equal(tmp_path, tokens_pe
 
 @pytest.mark.parametrize("ids", [(0, 1), (255, 256), (65_535, 65_536), (1, 2**24 + 1), (0, 2**32 - 1)])
 @pytest.mark.parametrize("tokens_per_id", [1, 2, 4, 512])
-def test_different_ids_have_different_tokens(tmp_path, ids, tokens_per_id):
+def test_mooncake_ids_have_different_tokens(tmp_path, ids, tokens_per_id):
     lines = [LINE | {"input_length": 512, "hash_ids": [hash_id]} for hash_id in ids]
     first, second = read(tmp_path, *lines, tokens_per_id=tokens_per_id)
     assert common(first, second) <= 3
     assert first.prompt != second.prompt
 
 
-def test_every_vocabulary_has_the_tokens_of_a_trace(tmp_path):
+def test_mooncake_tokens_are_in_every_vocabulary(tmp_path):
     (request,) = workloads.resolve_prompts(
         read(tmp_path, LINE | {"hash_ids": [1, 2**31, 2**32 - 1]}), None, 256, rng()
     )
     assert isinstance(request, Request)
 
 
-def test_one_token_per_id_is_the_id(tmp_path):
+def test_mooncake_token_of_one_per_id_is_the_id(tmp_path):
     (request,) = read(tmp_path, LINE, tokens_per_id=1)
     assert request.prompt == (0, 7, 300)
 
 
-def test_a_trace_is_served_and_its_blocks_are_hits(tmp_path):
+def test_mooncake_blocks_are_prefix_cache_hits(tmp_path):
     later = LINE | {"timestamp": 10**6, "hash_ids": [0, 7, 9]}
     requests = read(tmp_path, LINE, later, tokens_per_id=16)
     trace = simulate(requests, cache=CacheConfig(100, 16, prefix_caching=True))
@@ -159,7 +156,7 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_a_bad_line_is_refused_by_line_and_value_and_the_others_survive(tmp_path, name):
+def test_mooncake_trace_refuses_a_bad_line_by_number_and_value_and_keeps_the_others(tmp_path, name):
     spoilt, said = BAD_LINES[name]
     before, refused, after = read(tmp_path, LINE, LINE | spoilt, LINE)
     assert (before.id, after.id) == ("0", "2")
@@ -169,20 +166,15 @@ def test_a_bad_line_is_refused_by_line_and_value_and_the_others_survive(tmp_path
 
 
 @pytest.mark.parametrize(("spoilt", "arrival"), [({"hash_ids": []}, 27.5), ({"timestamp": -1}, 0.0)])
-def test_a_refusal_keeps_the_arrival_that_its_line_gives(tmp_path, spoilt, arrival):
+def test_mooncake_refusal_keeps_the_arrival_of_its_line(tmp_path, spoilt, arrival):
     (refused,) = read(tmp_path, LINE | spoilt)
     assert refused.arrival == arrival
 
 
 @pytest.mark.parametrize("tokens_per_id", [0, 513, 1.0, True, None])
-def test_an_id_stands_for_1_to_512_tokens(tmp_path, tokens_per_id):
+def test_mooncake_id_stands_for_1_to_512_tokens(tmp_path, tokens_per_id):
     with pytest.raises(ValueError, match=r"tokens_per_id is .*; it must be from 1 to 512"):
         read(tmp_path, LINE, tokens_per_id=tokens_per_id)
-
-
-def test_an_empty_trace_raises_with_an_example_of_its_own(tmp_path):
-    with pytest.raises(ValueError, match="hash_ids"):
-        read(tmp_path, "")
 
 
 # Spreading what a trace rounded.
@@ -192,7 +184,7 @@ def at(*arrivals):
     return [Request(str(place), 1, 1, arrival) for place, arrival in enumerate(arrivals)]
 
 
-def test_requests_of_one_tick_are_spread_over_it_in_their_order():
+def test_spread_arrivals_spreads_a_tick_in_its_order():
     spread = workloads.spread_arrivals(at(*[0.0] * 500, *[3.0] * 500), rng(), 3.0)
     times = [request.arrival for request in spread]
     assert times == sorted(times)
@@ -202,30 +194,30 @@ def test_requests_of_one_tick_are_spread_over_it_in_their_order():
     assert abs(np.mean(times) - 3) < 4 * 6 / np.sqrt(12 * 1000)
 
 
-def test_spreading_never_passes_the_next_arrival():
+def test_spread_arrivals_never_passes_the_next_arrival():
     times = [request.arrival for request in workloads.spread_arrivals(at(0, 0, 0, 0.5, 0.5), rng(), 3.0)]
     assert max(times[:3]) < 0.5 <= min(times[3:])
 
 
-def test_spreading_keeps_refusals_and_all_else(tmp_path):
+def test_spread_arrivals_keeps_refusals_and_all_else():
     given = [Request("a", (1, 2), 5, 3.0, client="c"), Refusal("b", "no", 3.0)]
     spread = workloads.spread_arrivals(given, rng(), 3.0)
     assert [request.id for request in spread] == ["a", "b"]
     assert (spread[0].prompt, spread[0].client, spread[1].error) == ((1, 2), "c", "no")
 
 
-def test_the_same_seed_spreads_alike():
+def test_spread_arrivals_depends_on_the_seed():
     first, second, other = (workloads.spread_arrivals(at(*[0.0] * 9), rng(seed), 3.0) for seed in (1, 1, 2))
     assert first == second != other
 
 
 @pytest.mark.parametrize("tick", [0, -1.0, float("nan"), float("inf")])
-def test_a_tick_is_a_positive_time(tick):
+def test_spread_arrivals_takes_a_positive_tick(tick):
     with pytest.raises(ValueError, match="tick is"):
         workloads.spread_arrivals(at(0.0), rng(), tick)
 
 
-def test_spreading_needs_arrivals_in_order():
+def test_spread_arrivals_needs_arrivals_in_order():
     with pytest.raises(ValueError, match=r"0.0 follows one at 3.0; sort by arrival"):
         workloads.spread_arrivals(at(3.0, 0.0), rng(), 3.0)
 
@@ -234,7 +226,7 @@ def test_spreading_needs_arrivals_in_order():
 
 
 @pytest.mark.parametrize("trace", ENDLESS)
-def test_the_committed_counts_are_the_published_ones(trace):
+def test_committed_mooncake_counts_are_the_published_ones(trace):
     committed = mooncake_counts.committed_sizes()[trace]
     num_requests, num_blocks, num_hits = ENDLESS[trace]
     references = mooncake_counts.committed_references()[trace]
@@ -250,10 +242,10 @@ def trace(request):
     name = mooncake_counts.FILES[request.param]
     if workloads.find(name) is None:
         pytest.skip(f"{name} is not there; name its folder in CBRESEARCH_DATA")
-    return request.param, [request.prompt for request in workloads.load_mooncake(name, tokens_per_id=1)]
+    return request.param, [request.prompt for request in workloads.read_trace(name, tokens_per_id=1).requests]
 
 
-def test_an_endless_cache_hits_366_and_640_of_1000_blocks_counted_from_the_file(trace):
+def test_mooncake_trace_repeats_366_and_640_of_1000_blocks(trace):
     name, chains = trace
     seen, num_hits = set(), 0
     for chain in chains:
@@ -264,13 +256,13 @@ def test_an_endless_cache_hits_366_and_640_of_1000_blocks_counted_from_the_file(
     assert round(num_hits / num_blocks, 3) == {"conversation": 0.366, "synthetic": 0.640}[name]
 
 
-def test_an_endless_cache_hits_as_many_through_the_block_manager(trace):
+def test_block_manager_of_endless_size_hits_all_repeated_mooncake_blocks(trace):
     name, chains = trace
     assert mooncake_counts.measured_hits(chains, 400_000) == ENDLESS[name][2]
 
 
-@pytest.mark.parametrize("num_blocks", [1_000, 10_000])
-def test_a_finite_cache_hits_what_the_committed_counts_say(trace, num_blocks):
+@pytest.mark.parametrize("num_blocks", [10_000])
+def test_block_manager_hits_the_committed_counts_of_mooncake_blocks(trace, num_blocks):
     name, chains = trace
     assert (
         mooncake_counts.measured_hits(chains, num_blocks)
@@ -278,7 +270,7 @@ def test_a_finite_cache_hits_what_the_committed_counts_say(trace, num_blocks):
     )
 
 
-def test_all_committed_counts_follow_from_the_trace(trace):
+def test_committed_mooncake_counts_follow_from_the_trace(trace):
     name, chains = trace
     depths = formulas.reuse_depths(chains)
     for num_blocks, num_hits in mooncake_counts.committed_sizes()[name].items():
@@ -287,7 +279,7 @@ def test_all_committed_counts_follow_from_the_trace(trace):
     assert references.tolist() == mooncake_counts.committed_references()[name].tolist()
 
 
-def test_a_plain_least_recently_used_list_agrees(trace):
+def test_committed_mooncake_counts_are_those_of_a_plain_lru_list(trace):
     name, chains = trace
     for num_blocks in (1_000, 30_000):
         recent: OrderedDict[int, None] = OrderedDict()
@@ -302,9 +294,3 @@ def test_a_plain_least_recently_used_list_agrees(trace):
                 recent.popitem(last=False)
             recent.update(dict.fromkeys(reversed(chain)))
         assert num_hits == mooncake_counts.committed_sizes()[name][num_blocks]
-
-
-def test_no_request_of_the_traces_is_lost(trace):
-    name, _ = trace
-    requests = workloads.load_mooncake(mooncake_counts.FILES[name], tokens_per_id=1)
-    assert all(isinstance(request, Request) for request in requests)
