@@ -24,7 +24,6 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     # Flat lists of plain numbers: what is made on the way is gone before the next part.
     counts: list[int] = []
     lengths: list[int] = []
-    shrinks: list[bool] = []
     starts: list[float] = []
     durations: list[float] = []
     device_durations: list[float | None] = []
@@ -33,24 +32,22 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     for part in parts:
         place = len(starts)
         if isinstance(part, StepRecord):
-            counts += _counts(part).values()
+            counts += (*_counts(part).values(), 0)
             lengths.append(1)
-            shrinks.append(False)
             starts.append(part.start)
             durations.append(part.duration)
             device_durations.append(part.device_duration)
             finished += [place] * len(part.finished)
             continue
         for segment, begin, end in part.bounds():
-            counts += _segment_counts(part, segment).values()
+            counts += (*_segment_counts(part, segment).values(), part.is_short)
             lengths.append(end - begin)
-            shrinks.append(part.is_short)
         starts += (part.start, *part.ends[:-1])
         durations += part.durations
         device_durations += [None] * len(part)
         taken += [place + offset for offset in part.taken_in]
         finished += [place + offset for offset, ids in part.finished for _ in ids]
-    names = tuple(_counts(_NO_STEP))
+    names = (*_counts(_NO_STEP), "is_short")
     table = np.array(counts, dtype=np.int64).reshape(-1, len(names)).T
     columns = {name: np.repeat(values, lengths) for name, values in zip(names, table, strict=True)}
     # From step to step of a segment each row has one token more, and blocks are taken.
@@ -62,7 +59,7 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     columns["num_context_tokens"] += offsets * columns["num_scheduled"]
     columns["num_held_tokens"] += offsets * columns["num_scheduled"]
     columns["num_held_blocks"] += num_taken
-    columns["num_external_blocks"] -= num_taken * np.repeat(np.array(shrinks, dtype=bool), lengths)
+    columns["num_external_blocks"] -= num_taken * columns.pop("is_short")
     columns["num_finished"] = np.bincount(finished, minlength=len(starts))
     seconds = {"start_s": starts, "duration_s": durations, "device_duration_s": device_durations}
     times = {name: np.array(values, dtype=np.float64) for name, values in seconds.items()}

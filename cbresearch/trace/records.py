@@ -4,10 +4,26 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import cbresearch
 from cbresearch.request import TokenLogprobs
 from cbresearch.step import NO_EVENTS, BlockEvents, Plan, PoolState
 
-__all__ = ["RequestRecord", "StepRecord"]
+__all__ = ["Origin", "RequestRecord", "StepRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What recorded a trace.
+
+    Attributes:
+        engine: Name of the engine.
+        version: Its version.
+        model: The model that it served, or None for a simulation.
+    """
+
+    engine: str = "cbresearch"
+    version: str = field(default_factory=lambda: cbresearch.__version__)
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
