@@ -7,7 +7,7 @@ import reprlib
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -174,7 +174,7 @@ def _parsed(path: Path) -> tuple[Header, list[TraceLine]]:
         except (ValueError, OverflowError, RecursionError) as error:
             if head is None or number <= len(whole):
                 raise ValueError(f"{path}, line {number}: {error}") from error
-            warnings.warn(f"{path}, line {number}: the line is cut off and left out", stacklevel=3)
+            warnings.warn(f"{path}, line {number}: the line is cut off and left out", stacklevel=4)
     if head is None:
         raise ValueError(f"{path}: the file is empty; a trace begins with a header")
     return head, lines
@@ -182,11 +182,12 @@ def _parsed(path: Path) -> tuple[Header, list[TraceLine]]:
 
 def _checked(line: TraceLine) -> TraceLine:
     """Refuse columns of unequal length."""
-    tables = [(record.tokens, record.token_times) for record in (line.queued, line.request) if record]
+    tables: list[tuple[Sized, ...]] = []
+    for record in filter(None, (line.queued, line.request)):
+        tables.append((record.tokens, record.token_times))
     if (run := line.run) is not None:
-        tables.append((run.durations, run.ends))
+        tables += [(run.durations, run.ends), (run.taken_in, run.taken_by, run.blocks)]
         tables.append((run.request_ids, run.seats, run.starts, run.num_steps))
-        tables.append((run.taken_in, run.taken_by, run.blocks))
     for lengths in ([*map(len, table)] for table in tables):
         if len(set(lengths)) > 1:
             raise ValueError(f"columns that belong together have {lengths} values")
@@ -194,9 +195,8 @@ def _checked(line: TraceLine) -> TraceLine:
 
 
 def _line(part: Part, tokens: Mapping[str, tuple[int, ...]] | None = None) -> TraceLine:
-    return (
-        TraceLine(part, tokens=tokens) if isinstance(part, StepRecord) else TraceLine(run=part, tokens=tokens)
-    )
+    step, run = (part, None) if isinstance(part, StepRecord) else (None, part)
+    return TraceLine(step, run, tokens=tokens)
 
 
 def _encoded(content: object) -> str:
@@ -231,7 +231,7 @@ def _read(kind: Any, value: Any) -> Any:
     if type(value) is not _json_type(kind) and (kind, type(value)) != (float, int):
         raise ValueError(f"{reprlib.repr(value)} is no {getattr(kind, '__name__', kind)}")
     if kind is float and not value < math.inf:
-        raise ValueError(f"{value} is no number of a trace")
+        raise ValueError(f"{value} is no number that a trace holds")
     if origin is Mapping:
         return {name: _read(arguments[1], item) for name, item in value.items()}
     if origin is tuple and arguments[-1] is ...:
