@@ -144,7 +144,7 @@ def differences(policy: str, seed: int) -> tuple[list[str], Trace]:
         found.append("the traces are unequal")
     if metrics.summary(stepped) != metrics.summary(leapt):
         found.append("the metrics differ")
-    if [*stepped.memory()] != [*leapt.memory()]:
+    if [*metrics.memory(stepped)] != [*metrics.memory(leapt)]:
         found.append("the memory use differs")
     if vars(scheduler.blocks).get("_free") != vars(other.blocks).get("_free"):
         found.append("the free blocks lie in another order")
@@ -164,7 +164,7 @@ def features(trace: Trace) -> Counter[str]:
         steps=len(trace.steps),
         leaps=len(leaps),
         steps_in_leaps=sum(map(len, leaps)),
-        leaps_while_some_wait=sum(leap.num_waiting > 0 for leap in leaps),
+        leaps_while_some_wait=sum(leap.segments[0].pool.num_waiting > 0 for leap in leaps),
         leaps_with_padding=sum(bool(leap.padding) for leap in leaps),
         leaps_with_cached_blocks=sum(any(level.num_cached_blocks for level in leap.levels) for leap in leaps),
         leaps_that_evict=sum(

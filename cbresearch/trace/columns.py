@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cbresearch.step import SKIP_REASONS, DecodeRun, Plan, PoolState, Segment
-from cbresearch.trace.records import RequestRecord, StepRecord
+from cbresearch.trace.records import RequestRecord, StepRecord, count_skipped
 from cbresearch.trace.steps import Part
 
 __all__ = ["Columns"]
@@ -16,6 +16,7 @@ Columns = Mapping[str, npt.NDArray[Any]]
 
 _TIMES = ("arrival", "queued", "first_scheduled", "first_token", "finish", "ttft", "tpot", "latency")
 _TOKENS = ("num_prompt_tokens", "num_output_tokens", "max_tokens")
+_SKIPPED = tuple((reason, f"num_skipped_for_{reason}") for reason in SKIP_REASONS)
 _COUNTS = ("num_preemptions", "num_cached_tokens", "num_recomputed_tokens")
 
 
@@ -47,7 +48,7 @@ def step_columns(parts: Sequence[Part]) -> Columns:
         device_durations += [None] * len(part)
         taken += [place + offset for offset in part.taken_in]
         finished += [place + offset for offset, ids in part.finished for _ in ids]
-    names = (*_counts(_NO_STEP), "is_short")
+    names = (*_ZEROS, "is_short")
     table = np.array(counts, dtype=np.int64).reshape(-1, len(names)).T
     columns = {name: np.repeat(values, lengths) for name, values in zip(names, table, strict=True)}
     # From step to step of a segment each row has one token more, and blocks are taken.
@@ -103,7 +104,7 @@ def _counts(record: StepRecord) -> dict[str, int]:
         "num_sampled_tokens": sum([entry.samples for entry in plan.scheduled]),
         "num_admitted": len(plan.admitted),
         "num_preempted": len(plan.preempted),
-        **{f"num_skipped_for_{reason}": skipped[reason] for reason in SKIP_REASONS},
+        **{name: skipped.get(reason, 0) for reason, name in _SKIPPED},
         "num_finished": len(record.finished),
         **record.pool._asdict(),
         "num_copied_blocks": plan.num_transfers("copy"),
@@ -114,16 +115,21 @@ def _counts(record: StepRecord) -> dict[str, int]:
 
 def _segment_counts(run: DecodeRun, segment: Segment) -> dict[str, int]:
     """Return the counts of a segment's first step, but for the blocks taken before it."""
-    step, num_rows = run.first_step + segment.offset, segment.num_rows
-    plan = Plan(step, (), padding=run.padding, skipped=run.skipped, closed=segment.closed)
-    # Without the rows, all of which are served, what is left are the padding and the requests that wait.
-    counts = _counts(StepRecord(0.0, 0.0, plan, (), segment.pool._replace(num_running=0)))
-    for name in ("num_running", "num_scheduled", "num_tokens", "num_decode_tokens", "num_sampled_tokens"):
-        counts[name] += num_rows
-    rows = zip(run.starts, run.num_steps, strict=True)
-    counts["num_context_tokens"] += sum([start for start, last in rows if last > segment.offset])
-    counts["num_context_tokens"] += num_rows * (segment.offset + 1)
-    return counts
+    num_rows, pool, rows = segment.num_rows, segment.pool, zip(run.starts, run.num_steps, strict=True)
+    skipped = count_skipped([reason for _, reason in run.skipped], segment.closed, pool.num_waiting)
+    context = num_rows * (segment.offset + 1) + sum([row.context_length for row in run.padding])
+    return {
+        **_ZEROS,
+        "step": run.first_step + segment.offset,
+        "num_scheduled": num_rows,
+        "num_tokens": num_rows + len(run.padding),
+        "num_decode_tokens": num_rows,
+        "num_padding_rows": len(run.padding),
+        "num_context_tokens": context + sum([start for start, last in rows if last > segment.offset]),
+        "num_sampled_tokens": num_rows,
+        **{name: skipped.get(reason, 0) for reason, name in _SKIPPED},
+        **pool._asdict(),
+    }
 
 
-_NO_STEP = StepRecord(0.0, 0.0, Plan(0, ()), (), PoolState(0, 0, 0, 0))
+_ZEROS = dict.fromkeys(_counts(StepRecord(0.0, 0.0, Plan(0, ()), (), PoolState(0, 0, 0, 0))), 0)
