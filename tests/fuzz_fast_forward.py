@@ -166,11 +166,13 @@ def features(trace: Trace) -> Counter[str]:
         steps_in_leaps=sum(map(len, leaps)),
         leaps_while_some_wait=sum(leap.segments[0].pool.num_waiting > 0 for leap in leaps),
         leaps_with_padding=sum(bool(leap.padding) for leap in leaps),
-        leaps_with_cached_blocks=sum(any(level.num_cached_blocks for level in leap.levels) for leap in leaps),
+        leaps_with_cached_blocks=sum(
+            any(part.pool.num_cached_blocks for part in leap.segments) for leap in leaps
+        ),
         leaps_that_evict=sum(
             any(
-                a.num_cached_blocks > b.num_cached_blocks
-                for a, b in zip(leap.levels, leap.levels[1:], strict=False)
+                a.pool.num_cached_blocks > b.pool.num_cached_blocks
+                for a, b in zip(leap.segments, leap.segments[1:], strict=False)
             )
             for leap in leaps
         ),
