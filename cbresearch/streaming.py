@@ -3,8 +3,8 @@
 from array import array
 from bisect import bisect_left
 
-from cbresearch.step import DecodeRun
 from cbresearch.metrics import Summary, summarize
+from cbresearch.step import DecodeRun
 from cbresearch.trace import RequestRecord, StepRecord
 
 

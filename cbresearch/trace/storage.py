@@ -53,11 +53,14 @@ class TraceWriter:
     Each line is flushed. `load` gives a request that was queued and has not ended the tokens of its steps.
 
     Args:
-        path: Where; a file that is there is replaced.
+        path: Where, not compressed; a file that is there is replaced.
         policy: Name of the policy, options included.
         scheduler: The limits of a step.
         cache: The KV pool.
         origin: What records the trace.
+
+    Raises:
+        ValueError: The path ends with ".gz".
     """
 
     def __init__(
@@ -69,6 +72,8 @@ class TraceWriter:
         cache: CacheConfig,
         origin: Origin | None = None,
     ) -> None:
+        if Path(path).suffix == ".gz":
+            raise ValueError(f"{path}: what is appended is not compressed; give a name that ends otherwise")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = Path(path).open("w", buffering=1, newline="\n")  # noqa: SIM115 - close() closes it
         self._write({**_FORMAT, **vars(Header(policy, scheduler, cache, origin or Origin()))})

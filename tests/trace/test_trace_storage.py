@@ -243,6 +243,11 @@ def test_writer_gives_the_trace_of_the_run(tmp_path):
     assert sorted(found.requests, key=repr) == sorted(trace.requests, key=repr)
 
 
+def test_writer_refuses_to_append_to_a_compressed_file(tmp_path):
+    with pytest.raises(ValueError, match=r"a\.jsonl\.gz: what is appended is not compressed"):
+        TraceWriter(tmp_path / "a.jsonl.gz", policy="fcfs", scheduler=LIMITS, cache=POOL)
+
+
 def test_file_cut_at_any_byte_loads_up_to_the_line_that_is_cut(tmp_path):
     trace = simulate([Request("a", 3, 3)], cache=CacheConfig(4, 4))
     assert {type(part) for part in trace.parts} == {StepRecord, DecodeRun}
