@@ -17,15 +17,15 @@ from tqdm.auto import tqdm
 from cbresearch import metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
-from cbresearch.policies.base import may_fast_forward
+from cbresearch.policies.base import steadiness
 from cbresearch.request import Request, expand
-from cbresearch.kv import reserved_tokens
+from cbresearch.reservation import reserved_tokens
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import CostExecutor
 from cbresearch.trace import Steps, Trace
 
-STEADY = tuple(name for name in POLICIES if may_fast_forward(policies.get(name)))
+STEADY = tuple(name for name in POLICIES if steadiness(policies.get(name)) != "never")
 COSTS = (
     Linear(1.0),
     Linear(0.3, 0.01, 0.0007),
@@ -116,7 +116,7 @@ def run(policy: str, seed: int, fast_forward: bool) -> tuple[Trace, Scheduler]:
 
     else:
         then = None
-    trace = serve(requests, scheduler, CostExecutor(cost), on_finish=then, fast_forward=fast_forward)
+    trace = serve(requests, scheduler, CostExecutor(cost), then=then, fast_forward=fast_forward)
     scheduler.check()
     return trace, scheduler
 
@@ -144,11 +144,11 @@ def differences(policy: str, seed: int) -> tuple[list[str], Trace]:
         found.append("the traces are unequal")
     if metrics.summary(stepped) != metrics.summary(leapt):
         found.append("the metrics differ")
-    if [*stepped.memory()] != [*leapt.memory()]:
+    if [*metrics.memory(stepped)] != [*metrics.memory(leapt)]:
         found.append("the memory use differs")
-    if vars(scheduler.kv).get("_free") != vars(other.kv).get("_free"):
+    if vars(scheduler.blocks).get("_free") != vars(other.blocks).get("_free"):
         found.append("the free blocks lie in another order")
-    if getattr(scheduler.kv, "cached_block_ids", ()) != getattr(other.kv, "cached_block_ids", ()):
+    if getattr(scheduler.blocks, "cached_block_ids", ()) != getattr(other.blocks, "cached_block_ids", ()):
         found.append("other blocks are cached")
     for name, value in vars(scheduler.policy).items():
         if not isinstance(value, list) and vars(other.policy)[name] != value:
@@ -166,6 +166,16 @@ def features(trace: Trace) -> Counter[str]:
         steps_in_leaps=sum(map(len, leaps)),
         leaps_while_some_wait=sum(leap.segments[0].pool.num_waiting > 0 for leap in leaps),
         leaps_with_padding=sum(bool(leap.padding) for leap in leaps),
+        leaps_with_cached_blocks=sum(
+            any(part.pool.num_cached_blocks for part in leap.segments) for leap in leaps
+        ),
+        leaps_that_evict=sum(
+            any(
+                a.pool.num_cached_blocks > b.pool.num_cached_blocks
+                for a, b in zip(leap.segments, leap.segments[1:], strict=False)
+            )
+            for leap in leaps
+        ),
         preemptions=sum(record.num_preemptions for record in trace.served),
         swaps=sum(len(step.plan.swapped) for step in trace.steps),
         windows=int(trace.cache.sliding_window is not None),

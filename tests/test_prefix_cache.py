@@ -245,7 +245,7 @@ sys.path.insert(0, "tests")
 from test_prefix_cache import random_requests, serve_checked
 requests = list(random_requests(np.random.default_rng(3)))
 trace = serve_checked(requests, num_blocks=30, seats=3)
-print(json.dumps([step.row() for step in trace.steps]))
+print(trace.steps_frame().to_json())
 """
     outputs = set()
     for seed in ("0", "1", "random"):

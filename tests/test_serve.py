@@ -276,7 +276,7 @@ def digest():
         cost = CostExecutor(Linear(step=0.7, token=0.013, context=0.0007))
         trace = run(random_workload(9), name, executor=cost, num_blocks=30)
         preemptions += sum(record.num_preemptions for record in trace.requests)
-        rows = [record.row() for record in (*trace.steps, *trace.requests)]
+        rows = [repr(values.tolist()) for values in (trace.step_columns | trace.request_columns).values()]
         for part in (trace.to_json(), trace.to_chrome(), rows, repr(trace)):
             sha.update(json.dumps(part, allow_nan=False).encode())
     assert preemptions

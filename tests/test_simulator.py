@@ -14,6 +14,7 @@ from cbresearch.plan import Plan
 from cbresearch.request import Refusal
 from cbresearch.serve import serve
 from cbresearch.simulator import UNIT_STEP, CostExecutor
+from cbresearch.step import PoolState
 from cbresearch.trace import StepRecord
 
 BUILT_IN = ["fcfs", "prefill_first", "sjf", "static", "static:release"]
@@ -252,7 +253,11 @@ def trace_of(rows):
     (entry,) = template.plan.scheduled
     steps = [
         StepRecord(
-            0.0, seconds, Plan(place, (entry._replace(start=start, num_tokens=tokens),)), (), 1, 0, 1, 1
+            0.0,
+            seconds,
+            Plan(place, (entry._replace(start=start, num_tokens=tokens),)),
+            (),
+            PoolState(1, 0, 1, 1),
         )
         for place, (tokens, start, seconds) in enumerate(rows)
     ]

@@ -124,12 +124,10 @@ class Comparison:
             folder / "results.json",
             {"environment": dict(self.environment), "runs": runs, "predictions": predictions},
         )
-        write_columns(
-            folder / "requests.csv", {name: run.request_columns for name, run in self.traces.items()}, "policy"
-        )
-        write_columns(
-            folder / "steps.csv", {name: run.step_columns for name, run in self.traces.items()}, "policy"
-        )
+        requests = {policy: trace.request_columns for policy, trace in self.traces.items()}
+        write_columns(folder / "requests.csv", requests, "policy")
+        steps = {policy: trace.step_columns for policy, trace in self.traces.items()}
+        write_columns(folder / "steps.csv", steps, "policy")
 
     def _summary(self, trace: Trace) -> dict[str, float | int | None]:
         return metrics.summary(

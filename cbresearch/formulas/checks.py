@@ -22,6 +22,15 @@ def lengths_array(name: str, values: Lengths) -> npt.NDArray[np.float64]:
     return array
 
 
+def paired_lengths(**lists: Lengths) -> list[npt.NDArray[np.float64]]:
+    """Return lists of lengths as arrays, which must be equally long: one value a request in each."""
+    (name, first), *others = arrays = [(name, lengths_array(name, values)) for name, values in lists.items()]
+    for other, values in others:
+        if len(values) != len(first):
+            raise ValueError(f"{name} has {len(first)} values, but {other} has {len(values)}")
+    return [values for _, values in arrays]
+
+
 def count(name: str, value: Any) -> int:
     """Return an integer of at least 1 as a plain int, whatever integer type it came as."""
     try:

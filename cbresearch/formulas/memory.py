@@ -6,10 +6,8 @@ request's prompt, X its output, R the tokens that are reserved for it.
 
 from typing import NamedTuple
 
-import numpy as np
-
 from cbresearch.config import ModelShape
-from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
+from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, paired_lengths, positive
 
 __all__ = [
     "MemoryShares", "contiguous_memory_shares", "fragmentation", "kv_bytes_per_request",
@@ -169,9 +167,7 @@ def time_mean_held_tokens(prompts: Lengths, outputs: Lengths) -> float:
         prompts: Prompt lengths P in tokens.
         outputs: Output lengths X in tokens, of the same requests.
     """
-    prompt, output = lengths_array("prompts", prompts), lengths_array("outputs", outputs)
-    if len(prompt) != len(output):
-        raise ValueError(f"prompts has {len(prompt)} values, but outputs has {len(output)}")
+    prompt, output = paired_lengths(prompts=prompts, outputs=outputs)
     return float((output @ prompt + output @ output / 2) / output.sum())
 
 
@@ -224,11 +220,9 @@ def contiguous_memory_shares(
         capacity: Tokens that the memory has room for.
     """
     positive(num_running=num_running, capacity=capacity)
-    output, room = lengths_array("outputs", outputs), lengths_array("reserved", reserved)
+    room, prompt, output = paired_lengths(reserved=reserved, prompts=prompts, outputs=outputs)
     states, to_come = time_mean_held_tokens(prompts, outputs), mean_reserved_tokens(outputs)
-    if len(room) != len(output):
-        raise ValueError(f"reserved has {len(room)} values, but outputs has {len(output)}")
-    for length in room[room < np.asarray(prompts) + output]:
+    for length in room[room < prompt + output]:
         raise ValueError(f"reserved holds {float(length)!r}, less than the prompt and output of its request")
     held = float(output @ room / output.sum())
     if num_running * held > capacity * (1 + 1e-9):

@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
+from cbresearch.formulas.checks import Lengths, count, non_negative, paired_lengths, positive
 
 __all__ = [
     "overshoot_tokens", "recompute_seconds", "spread_held_tokens", "swap_crossover_block_size",
@@ -150,7 +150,7 @@ def spread_held_tokens(prompts: Lengths, outputs: Lengths) -> float:
         prompts: Prompt lengths P in tokens.
         outputs: Output lengths X in tokens, of the same requests.
     """
-    prompt, output = _pairs(prompts, outputs)
+    prompt, output = paired_lengths(prompts=prompts, outputs=outputs)
     mean = (output @ prompt + output @ output / 2) / output.sum()
     second = ((prompt + output) ** 3 - prompt**3).sum() / 3 / output.sum()
     return float(math.sqrt(max(0.0, second - mean**2)))
@@ -169,7 +169,7 @@ def overshoot_tokens(prompts: Lengths, outputs: Lengths) -> float:
         prompts: Prompt lengths P in tokens.
         outputs: Output lengths X in tokens, of the same requests.
     """
-    prompt, output = _pairs(prompts, outputs)
+    prompt, output = paired_lengths(prompts=prompts, outputs=outputs)
     mean = output.mean()
     # 1 − E[exp(−θ·D)] is concave in θ and begins with the slope E[D] > E[X], so there is just one root.
     low, high = 0.0, 1 / mean
@@ -178,10 +178,3 @@ def overshoot_tokens(prompts: Lengths, outputs: Lengths) -> float:
         is_below = -np.expm1(-rate * (prompt + output)).mean() > rate * mean
         low, high = (rate, high) if is_below else (low, rate)
     return float(1 / low)
-
-
-def _pairs(prompts: Lengths, outputs: Lengths) -> tuple[np.ndarray, np.ndarray]:
-    prompt, output = lengths_array("prompts", prompts), lengths_array("outputs", outputs)
-    if len(prompt) != len(output):
-        raise ValueError(f"prompts has {len(prompt)} values, but outputs has {len(output)}")
-    return prompt, output

@@ -121,19 +121,22 @@ def slotted_wait(rate: float, mean_length: float, step: float, num_slots: int) -
         step: Seconds of a step.
         num_slots: Slots c.
     """
+    from scipy.stats import binom, poisson
+
     if not mean_length >= 1:
         raise ValueError(f"mean_length is {mean_length!r}; a request has at least 1 token")
     positive(step=step)
     load = _load(rate, mean_length * step, num_slots)
     arriving = rate * step
     size = num_slots + math.ceil((40 + 10 * arriving) / (1 - load))
-    come = _poisson(arriving, size)
+    come = poisson.pmf(np.arange(size), arriving)
     moves = np.zeros((size, size))
     moves[0, 1] = 1.0
     for number in range(1, size):
-        for ended, chance in enumerate(_binomial(1 / mean_length, min(number, num_slots))):
+        served = min(number, num_slots)
+        for ended, probability in enumerate(binom.pmf(np.arange(served + 1), served, 1 / mean_length)):
             left = number - ended
-            moves[number, left:] += chance * come[: size - left]
+            moves[number, left:] += probability * come[: size - left]
     moves[:, -1] += 1 - moves.sum(axis=1)
     balance = moves.T - np.eye(size)
     balance[-1] = 1.0
@@ -224,15 +227,3 @@ def _load(rate: float, mean_service: float, num_slots: int) -> float:
     if not load < 1:
         raise ValueError(f"the load is {load!r}; from 1 on the queue grows without end and no mean exists")
     return load
-
-
-def _poisson(mean: float, size: int) -> np.ndarray:
-    steps = np.log(mean) - np.log(np.arange(1, size))
-    return np.exp(np.append(0.0, np.cumsum(steps)) - mean)
-
-
-def _binomial(p: float, number: int) -> np.ndarray:
-    odds = np.ones(1)
-    for _ in range(number):
-        odds = np.convolve(odds, (1 - p, p))
-    return odds

@@ -5,7 +5,7 @@ has fewer FLOP per byte than the ridge point C/W is bound by bandwidth (Williams
 """
 
 from cbresearch.config import ModelShape
-from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, positive
+from cbresearch.formulas.checks import Lengths, count, lengths_array, non_negative, paired_lengths, positive
 from cbresearch.formulas.memory import kv_bytes_per_token
 
 __all__ = [
@@ -153,9 +153,7 @@ def max_request_rate(
         mixed: Whether prompts and decodes may share a step.
     """
     positive(num_seqs=num_seqs, peak_flops=peak_flops, bandwidth=bandwidth)
-    prompt, output = lengths_array("prompts", prompts), lengths_array("outputs", outputs)
-    if len(prompt) != len(output):
-        raise ValueError(f"prompts has {len(prompt)} values, but outputs has {len(output)}")
+    prompt, output = paired_lengths(prompts=prompts, outputs=outputs)
     decodes, context = output.mean() - 1, ((output - 1) * (prompt + output / 2)).mean()
     token = 2 * shape.num_parameters / peak_flops
     weights = shape.num_parameters * shape.dtype_bytes / bandwidth / num_seqs

@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import cbresearch
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.trace.columns import Columns, request_columns, step_columns
-from cbresearch.trace.records import RequestRecord, StepRecord
+from cbresearch.trace.files import write_whole
+from cbresearch.trace.records import Origin, RequestRecord, StepRecord
 from cbresearch.trace.steps import Part, Steps
+from cbresearch.trace.storage import Header, read, written
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Origin", "Stay", "Trace"]
+__all__ = ["Stay", "Trace", "load"]
 
 
 class Stay(NamedTuple):
@@ -38,21 +39,6 @@ class Stay(NamedTuple):
     first_step: int
     last_step: int
     num_padding_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What recorded a trace.
-
-    Attributes:
-        engine: Name of the engine.
-        version: Its version.
-        model: The model that it served, or None for a simulation.
-    """
-
-    engine: str = "cbresearch"
-    version: str = field(default_factory=lambda: cbresearch.__version__)
-    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -193,6 +179,22 @@ class Trace:
         Args:
             path: Where to write it, whole or not at all; with the ending ".gz" it is compressed.
         """
-        from cbresearch.trace.storage import save
+        path, header = Path(path), Header(self.policy, self.scheduler, self.cache, self.origin)
+        write_whole(path, written(path, header, self.parts, self.requests))
+        return path
 
-        return save(self, path)
+
+def load(path: str | Path) -> Trace:
+    """Read a trace that `Trace.save` or a `TraceWriter` wrote.
+
+    A last line that is cut off, as a kill of the writer leaves it, is left out with a warning. A request that
+    was queued and had not ended has what the steps before gave it.
+
+    Args:
+        path: The file; with the ending ".gz" it is decompressed.
+
+    Raises:
+        ValueError: It is no trace; the message names the file, the line and what is wrong there.
+    """
+    header, parts, requests = read(Path(path))
+    return Trace(**vars(header), steps=Steps(parts), requests=requests)
