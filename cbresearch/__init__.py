@@ -31,7 +31,9 @@ _EXPORTS = {
     "Trace": "trace",
 }
 
-_MODULES = ("experiments", "formulas", "metrics", "models", "policies", "simulator", "viz", "workloads")
+_MODULES = (
+    *("experiments", "export", "formulas", "metrics", "models", "policies", "simulator", "viz", "workloads"),
+)
 
 __all__ = list(_EXPORTS)
 __version__ = "0.1.0"

@@ -85,15 +85,14 @@ FLOOR_PLAN: dict[str, set[str]] = {
         "tqdm",
     },
     "experiments": {ABOVE, "numpy", "pandas", "tqdm", "joblib", "cloudpickle"},
+    "export": {"trace", "plan", "metrics"},
     "viz": {
-        "request",
         "plan",
         "trace",
         "formulas",
         "metrics",
         "costs",
         "matplotlib",
-        "seaborn",
         "jinja2",
         "numpy",
         "pandas",
@@ -107,7 +106,6 @@ HEAVY = {
     "triton": {"kernels.float8", "kernels.paged_attention", "kernels.kv_cache"},
     "transformers": {"models", "attention", "engine"},
     "matplotlib": {"viz"},
-    "seaborn": {"viz"},
 }
 HEAVY_ROWS = {row for row, may_import in FLOOR_PLAN.items() if may_import & set(HEAVY)}
 

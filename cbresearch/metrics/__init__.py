@@ -37,7 +37,6 @@ from cbresearch.metrics.basic import (
 )
 from cbresearch.metrics.clients import jain_index, service_by_client
 from cbresearch.metrics.cost import cost_per_million_tokens, cost_per_million_total_tokens
-from cbresearch.metrics.exposition import exposition
 from cbresearch.metrics.intervals import (
     Interval,
     batch_means_interval,
@@ -46,19 +45,20 @@ from cbresearch.metrics.intervals import (
     warm_up_length,
 )
 from cbresearch.metrics.queues import mean_in_system, mean_queue_length, residence_time, without_warm_up
+from cbresearch.metrics.reporting import Reporting
 from cbresearch.metrics.slo import Slo, fluidity_index, goodput, slo_attainment
 from cbresearch.metrics.tables import KpiRow, kpi_table, summary
 
 __all__ = [
     "Interval",
     "KpiRow",
+    "Reporting",
     "Slo",
     "Summary",
     "TokenCounts",
     "batch_means_interval",
     "cost_per_million_tokens",
     "cost_per_million_total_tokens",
-    "exposition",
     "fluidity_index",
     "fragmentation",
     "goodput",

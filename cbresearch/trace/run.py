@@ -2,13 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.leap import Leap
-from cbresearch.trace.explain import explain
-from cbresearch.trace.perfetto import chrome_trace, write_perfetto
 from cbresearch.trace.records import RequestRecord, StepRecord
 from cbresearch.trace.steps import Steps
 
@@ -210,14 +207,6 @@ class Trace:
             host=host * size,
         )
 
-    def explain(self, request_id: str) -> str:
-        """Tell one request's life in plain words, a line for each thing that befell it.
-
-        Raises:
-            ValueError: There is no such request; near misses are named.
-        """
-        return explain(self.steps, self.requests, request_id)
-
     def steps_frame(self) -> "pd.DataFrame":
         """Return one row a step as a pandas frame."""
         import pandas as pd
@@ -229,22 +218,6 @@ class Trace:
         import pandas as pd
 
         return pd.DataFrame([request.row() for request in self.requests])
-
-    def to_chrome(self) -> dict[str, Any]:
-        """Return the run in the Chrome trace event format, as `to_perfetto` writes it."""
-        return chrome_trace(self)
-
-    def to_perfetto(self, path: str | Path) -> Path:
-        """Write the run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
-
-        A track a seat shows who sat there, and in each stay when its row was prefilled, decoded or computed
-        for nothing; one more track shows the steps. Counters tell of requests and KV blocks in each step,
-        named as vLLM names them where they mean the same; marks tell of preemptions and refusals.
-
-        Args:
-            path: Where to write it; with the ending ".gz" it is compressed.
-        """
-        return write_perfetto(self, path)
 
     def to_json(self) -> dict[str, Any]:
         """Return the limits of the run and its requests as plain values for `results.json`."""

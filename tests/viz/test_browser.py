@@ -12,6 +12,8 @@ from collections import Counter
 from importlib.util import find_spec
 
 import pytest
+from cbresearch.viz.blockmap import BlockMap
+from cbresearch.viz.player_data import player_data
 from hygiene import ROOT
 from set_up_browser import REMEDY, find_browser
 from test_player import HOSTILE, classic, hostile, pressed, seats_by_step, swapping
@@ -20,8 +22,6 @@ from cbresearch import metrics, viz
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.request import Request
 from cbresearch.simulator import simulate
-from cbresearch.viz.blockmap import BlockMap
-from cbresearch.viz.player_data import player_data
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed; make browser installs it")
 from playwright.sync_api import Page, sync_playwright
