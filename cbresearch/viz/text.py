@@ -78,6 +78,8 @@ def visible(text: str, *, lines: bool = True) -> str:
         text: Any text.
         lines: Whether newlines and tabs stay as they are, as in a prompt; an id or a label has no lines.
     """
+    if text.isprintable():
+        return text
     kept = _JOINERS + ("\n\t" if lines else "")
     return "".join(
         f"⟨U+{ord(letter):04X}⟩" if _is_unseen(letter) and letter not in kept else letter for letter in text
