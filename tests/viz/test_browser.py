@@ -12,8 +12,6 @@ from collections import Counter
 from importlib.util import find_spec
 
 import pytest
-from cbresearch.viz.memory import BlockMap
-from cbresearch.viz.player import player_data
 from helpers.block_events import recorded
 from helpers.demo_runs import HOSTILE, classic, hostile, pressed, seats_by_step, swapping_case
 from hygiene import ROOT
@@ -24,6 +22,8 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.request import Request
 from cbresearch.simulator import simulate
+from cbresearch.viz.memory import BlockMap
+from cbresearch.viz.player import player_data
 
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed; make browser installs it")
 from playwright.sync_api import Page, sync_playwright
