@@ -37,7 +37,11 @@ def explain(trace: Trace, request_id: str) -> str:
         raise ValueError(f"no request {request_id!r} in this run of {len(known)} requests; {hint}")
     # An id may be there twice, if its second request was refused.
     record = min(named, key=lambda record: record.is_refused)
-    lines = [_arrival(record), *_life(record, trace.steps)]
+    lines = (
+        [_arrival(record), f"was refused: {record.error}"]
+        if record.is_refused
+        else _life(record, trace.steps)
+    )
     return "\n".join([f"request {request_id!r}", *(f"  {line}" for line in lines)])
 
 
@@ -61,7 +65,7 @@ class _Chapter:
 
     def lines(self, end: float) -> Iterator[str]:
         """Yield its lines: the steps of the prompt, those of the decoding, those without service."""
-        yield from [self.opening] if self.opening else []
+        yield self.opening
         for is_prefill in (True, False):
             part = [(step, entry) for step, entry in self.served if entry.is_prefill is is_prefill]
             if part:
@@ -78,10 +82,7 @@ class _Chapter:
 
 
 def _life(record: RequestRecord, steps: Sequence[StepRecord]) -> Iterator[str]:
-    if record.is_refused:
-        yield f"was refused: {record.error}"
-        return
-    chapters = [_Chapter("", record.arrival)]
+    chapters = [_Chapter(_arrival(record), record.arrival)]
     padding: list[int] = []
     gone, end, is_done = "", record.arrival, False
     for step in (step for step in steps if step.start >= record.arrival):
@@ -90,18 +91,15 @@ def _life(record: RequestRecord, steps: Sequence[StepRecord]) -> Iterator[str]:
             gone, end = f" before {when}", step.start
             break
         if record.id in plan.preempted:
-            kept = "its KV moved to the host (swap)" if record.id in plan.swapped else "its KV was given up"
-            lost = f"lost seat {chapters[-1].seat} before {when}: {kept}"
+            kept = "moved to the host (swap)" if record.id in plan.swapped else "was given up"
+            lost = f"lost seat {chapters[-1].seat} before {when}: its KV {kept}"
             chapters.append(_Chapter(lost, step.start, waits=Counter(["loss"])))
         entry = next((entry for entry in plan.scheduled if entry.request_id == record.id), None)
         if entry is not None and any(admission.request.id == record.id for admission in plan.admitted):
             verb = "took" if len(chapters) == 1 else "came back to"
-            held = (
-                f"{_count(entry.start, 'token')} in the KV cache already" if entry.start else "nothing cached"
-            )
-            chapters.append(
-                _Chapter(f"{verb} seat {entry.seat} in {when}, with {held}", step.start, entry.seat)
-            )
+            cached = f"{_count(entry.start, 'token')} in the KV cache already"
+            took = f"{verb} seat {entry.seat} in {when}, with {cached if entry.start else 'nothing cached'}"
+            chapters.append(_Chapter(took, step.start, entry.seat))
         if entry is not None:
             # The step that a request failed in brought it no token.
             has_failed = record.finish_reason == "error" and record.id in step.finished
@@ -122,23 +120,19 @@ def _life(record: RequestRecord, steps: Sequence[StepRecord]) -> Iterator[str]:
 
 def _arrival(record: RequestRecord) -> str:
     asked = "" if record.num_prompt_tokens is None else f" with {_count(record.num_prompt_tokens, 'token')}"
-    client = f" from client {record.client!r}" if record.client else ""
-    return f"arrived at {record.arrival:.6g} s{asked}{client}"
+    return f"arrived at {record.arrival:.6g} s{asked}" + f" from client {record.client!r}" * bool(
+        record.client
+    )
 
 
 def _ending(record: RequestRecord, gone: str) -> str:
     got = _count(len(record.tokens), "token")
-    if record.finish_reason is None:
-        return f"was unfinished when the run ended, with {got}"
-    if record.finish_reason == "abort":
-        return f"was aborted{gone}, with {got}"
-    if record.finish_reason == "error":
-        return f"failed, with {got}: {record.error}"
+    if record.finish is None:
+        ends = {None: "was unfinished when the run ended", "abort": f"was aborted{gone}", "error": "failed"}
+        return f"{ends[record.finish_reason]}, with {got}" + f": {record.error}" * bool(record.error)
     why = "max_tokens was reached" if record.finish_reason == "length" else "a token ended the output"
-    return (
-        f"finished at {record.finish:.6g} s with {got} ({record.finish_reason}: {why}); "
-        f"TTFT {record.ttft:.6g} s, latency {record.latency:.6g} s"
-    )
+    times = f"TTFT {record.ttft:.6g} s, latency {record.latency:.6g} s"
+    return f"finished at {record.finish:.6g} s with {got} ({record.finish_reason}: {why}); {times}"
 
 
 def _steps(steps: Sequence[int]) -> str:

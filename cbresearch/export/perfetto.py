@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from cbresearch.trace import StepRecord, Trace, write_whole
 
@@ -44,7 +44,12 @@ def to_perfetto(trace: Trace, path: str | Path) -> Path:
 
 def to_chrome(trace: Trace) -> dict[str, Any]:
     """Return a run in the Chrome trace event format; times are in microseconds, of whole nanoseconds."""
-    events = [*_names(trace), *_stays(trace), *_steps(trace), *_refusals(trace)]
+    refusals = [
+        _event("i", _STEPS, record.arrival, f"refuse {record.id}", {"error": record.error}, s="p")
+        for record in trace.requests
+        if record.is_refused
+    ]
+    events = [*_names(trace), *_stays(trace), *_steps(trace), *refusals]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"policy": trace.policy}}
 
 
@@ -79,35 +84,24 @@ def _stays(trace: Trace) -> Iterator[Event]:
         args = {"num_padding_steps": stay.num_padding_steps}
         start, end = steps[stay.first_step].start, steps[stay.last_step].end
         yield _slice(_SEATS, stay.seat, stay.request_id, start, end, "stay", args)
+        rows = [row for row in computed[stay.request_id] if stay.first_step <= row[0] <= stay.last_step]
         # Steps in which the seat was held without service part what is before from what is after.
-        inside = [row for row in computed[stay.request_id] if stay.first_step <= row.step <= stay.last_step]
-        for (kind, _), group in groupby(
-            enumerate(inside), lambda pair: (pair[1].kind, pair[1].step - pair[0])
-        ):
-            rows = [row for _, row in group]
-            args = {"num_steps": len(rows), "num_tokens": sum(row.num_tokens for row in rows)}
-            start, end = steps[rows[0].step].start, steps[rows[-1].step].end
+        for (kind, _), group in groupby(enumerate(rows), lambda pair: (pair[1][1], pair[1][0] - pair[0])):
+            numbers, _, sizes = zip(*(row for _, row in group), strict=True)
+            start, end = steps[numbers[0]].start, steps[numbers[-1]].end
+            args = {"num_steps": len(numbers), "num_tokens": sum(sizes)}
             yield _slice(_SEATS, stay.seat, kind, start, end, "phase", args)
 
 
-class _Row(NamedTuple):
-    """What a step computed of a request."""
-
-    step: int
-    kind: str
-    num_tokens: int
-
-
-def _computed(trace: Trace) -> Mapping[str, list[_Row]]:
-    """Return what each step computed, by request."""
-    found: dict[str, list[_Row]] = defaultdict(list)
-    for record in trace.steps:
-        step = record.plan.step
+def _computed(trace: Trace) -> Mapping[str, list[tuple[int, str, int]]]:
+    """Return by request the steps that computed its row, what for, and how many tokens."""
+    found: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
+    for step, record in enumerate(trace.steps):
         for entry in record.plan.scheduled:
             kind = "prefill" if entry.is_prefill else "decode"
-            found[entry.request_id].append(_Row(step, kind, entry.num_tokens))
+            found[entry.request_id].append((step, kind, entry.num_tokens))
         for row in record.plan.padding:
-            found[row.request_id].append(_Row(step, "padding", 1))
+            found[row.request_id].append((step, "padding", 1))
     return found
 
 
@@ -121,13 +115,9 @@ def _steps(trace: Trace) -> Iterator[Event]:
             for name in _USED:
                 yield _event("C", _STEPS, before.end, name, {"value": 0})
         before = record
-        args = {
-            "num_prefill_tokens": plan.num_prefill_tokens,
-            "num_decode_tokens": plan.num_decode_tokens,
-            "num_padding_rows": len(plan.padding),
-            "num_context_tokens": plan.num_context_tokens,
-            "closed": plan.closed or "",
-        }
+        names = ("num_prefill_tokens", "num_decode_tokens", "num_context_tokens")
+        args = {name: getattr(plan, name) for name in names}
+        args |= {"num_padding_rows": len(plan.padding), "closed": plan.closed or ""}
         yield _slice(_STEPS, 0, f"step {plan.step}", record.start, record.end, "step", args)
         for name, value in _counters(trace, record).items():
             yield _event("C", _STEPS, record.start, name, {"value": value})
@@ -142,19 +132,9 @@ def _steps(trace: Trace) -> Iterator[Event]:
 def _counters(trace: Trace, record: StepRecord) -> dict[str, float]:
     share = record.num_held_blocks / trace.cache.num_blocks
     used = record.num_running, share, record.num_held_blocks, record.num_held_tokens
-    values = dict(zip(_USED, used, strict=True)) | {"num_requests_waiting": record.num_waiting}
+    found = dict(zip(_USED, used, strict=True)) | {"num_requests_waiting": record.num_waiting}
     if trace.cache.prefix_caching:
-        values[_CACHED] = record.num_cached_blocks
+        found[_CACHED] = record.num_cached_blocks
     if trace.cache.num_host_blocks:
-        swapped = {
-            "num_requests_swapped": record.num_swapped,
-            "held host blocks": record.num_held_host_blocks,
-        }
-        values |= swapped
-    return values
-
-
-def _refusals(trace: Trace) -> Iterator[Event]:
-    for record in trace.requests:
-        if record.is_refused:
-            yield _event("i", _STEPS, record.arrival, f"refuse {record.id}", {"error": record.error}, s="p")
+        found |= {"num_requests_swapped": record.num_swapped, "held host blocks": record.num_held_host_blocks}
+    return found

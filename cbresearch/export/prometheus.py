@@ -1,6 +1,5 @@
 """A run's figures as a vLLM server would expose them, for tools that read its metrics."""
 
-import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,19 +7,15 @@ from collections.abc import Iterable, Sequence
 from cbresearch import metrics
 from cbresearch.trace import Trace
 
+
+def _bounds(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split()))
+
+
 # vLLM's own bounds (v1/metrics/loggers.py), so that quantiles read off both are alike.
-_TTFT = (
-    *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10),
-    *(20, 40, 80, 160, 640, 2560),
-)
-_TOKEN_GAPS = (
-    *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4),
-    *(0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80),
-)
-_REQUESTS = (
-    *(0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60),
-    *(120, 240, 480, 960, 1920, 7680),
-)
+_TTFT = _bounds("0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560")
+_TOKEN_GAPS = _bounds("0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80")
+_REQUESTS = _bounds("0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680")
 _STEP_TOKENS = tuple(2.0**power for power in (0, 3, *range(4, 15)))
 _LENGTHS = tuple(mantissa * 10.0**power for power in range(6) for mantissa in (1, 2, 5))
 
@@ -39,7 +34,7 @@ def prometheus(trace: Trace) -> str:
     seated = [record for record in served if record.first_scheduled is not None]
     reasons = Counter(record.finish_reason for record in served if record.finish_reason is not None)
     prompts = sum(record.num_prompt_tokens or 0 for record in seated)
-    policy = trace.policy.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+    label = 'policy="{}"'.format(trace.policy.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
 
     def between(begin: str, end: str) -> list[float | None]:
         times = [(getattr(record, begin), getattr(record, end)) for record in served]
@@ -70,14 +65,11 @@ def prometheus(trace: Trace) -> str:
     lines: list[str] = []
     for name, counts in counters.items():
         lines.append(f"# TYPE vllm:{name}_total counter")
-        lines += [f'vllm:{name}_total{{policy="{policy}"{label}}} {count}' for label, count in counts.items()]
+        lines += [f"vllm:{name}_total{{{label}{more}}} {count}" for more, count in counts.items()]
     for name, (values, bounds) in histograms.items():
         found = sorted(value for value in values if value is not None)
         lines.append(f"# TYPE vllm:{name} histogram")
-        for bound in (*map(float, bounds), math.inf):
-            label = "+Inf" if bound == math.inf else repr(bound)
-            number = bisect_right(found, bound)
-            lines.append(f'vllm:{name}_bucket{{policy="{policy}",le="{label}"}} {number}')
-        lines.append(f'vllm:{name}_count{{policy="{policy}"}} {len(found)}')
-        lines.append(f'vllm:{name}_sum{{policy="{policy}"}} {sum(found)!r}')
+        numbers = {repr(float(bound)): bisect_right(found, bound) for bound in bounds} | {"+Inf": len(found)}
+        lines += [f'vllm:{name}_bucket{{{label},le="{le}"}} {count}' for le, count in numbers.items()]
+        lines += [f"vllm:{name}_count{{{label}}} {len(found)}", f"vllm:{name}_sum{{{label}}} {sum(found)!r}"]
     return "\n".join(lines) + "\n"
