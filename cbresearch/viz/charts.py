@@ -20,19 +20,11 @@ from cbresearch.viz.columns import request_columns
 from cbresearch.viz.style import Array
 
 LARGER_IS_BETTER = frozenset(
-    {
-        "output_throughput_tokens_per_s",
-        "total_throughput_tokens_per_s",
-        "request_throughput_requests_per_s",
-        "goodput_requests_per_s",
-        "slo_attainment",
-        "occupancy_rows",
-        "time_weighted_occupancy_rows",
-        "utilization",
-        "time_weighted_utilization",
-        "prefix_hit_rate",
-        "num_finished",
-    }
+    (
+        *("output_throughput_tokens_per_s", "total_throughput_tokens_per_s", "prefix_hit_rate"),
+        *("request_throughput_requests_per_s", "goodput_requests_per_s", "slo_attainment", "num_finished"),
+        *("occupancy_rows", "time_weighted_occupancy_rows", "utilization", "time_weighted_utilization"),
+    )
 )
 """Metrics of `metrics.summary` of which more is better; of all others less is."""
 
@@ -68,18 +60,15 @@ def latency_cdfs(traces: Trace | Mapping[str, Trace], *, title: str | None = Non
             width = max(1.6, 4.0 - 1.1 * place)
             gid = f"{kind} of {label}"
             ax.ecdf(times * factor, color=color, linestyle=linestyle, linewidth=width, gid=gid)
-            ax.plot(
-                [p50 * factor, p99 * factor],
-                [0.5, 0.99],
-                color=color,
-                linestyle="none",
-                marker=marker,
-                markersize=11 - 1.5 * min(place, 3),
-                markeredgecolor="white",
-                clip_on=False,
-                zorder=5,
-                gid=f"{kind} percentiles of {label}",
-            )
+            look: dict[str, Any] = {"color": color, "marker": marker, "markeredgecolor": "white"}
+            look |= {
+                "linestyle": "none",
+                "markersize": 11 - 1.5 * min(place, 3),
+                "clip_on": False,
+                "zorder": 5,
+            }
+            percentiles = [p50 * factor, p99 * factor]
+            ax.plot(percentiles, [0.5, 0.99], **look, gid=f"{kind} percentiles of {label}")
         medians = [float(np.median(times)) for times in found.values() if len(times)]
         if medians and 0 < _MOST_TIMES_APART * min(medians) < max(medians):
             ax.set_xscale("log")
@@ -215,13 +204,12 @@ def pareto(
     ax.plot([points[label][0] for label in front], [points[label][1] for label in front], **look, gid="front")
     for label, point in points.items():
         color, marker, _ = looks[label]
-        look = {"color": color, "marker": marker, "linestyle": "none", "markeredgecolor": "white"}
-        look |= {"markersize": 12, "alpha": 1.0} if label in front else {"markersize": 8, "alpha": 0.65}
-        ax.plot(*point, **look, gid=f"run {label}")
+        size, alpha = (12, 1.0) if label in front else (8, 0.65)
+        look = {"color": color, "marker": marker, "markersize": size, "markeredgecolor": "white"}
+        ax.plot(*point, **look, alpha=alpha, gid=f"run {label}")
     ax.margins(0.14)
-    for set_scale, values in zip(
-        (ax.set_xscale, ax.set_yscale), np.array(list(points.values())).T, strict=False
-    ):
+    axis_values = np.array(list(points.values())).T
+    for set_scale, values in zip((ax.set_xscale, ax.set_yscale), axis_values, strict=False):
         if values.min() > 0 and values.max() > 20 * values.min():
             set_scale("log")
     label_points(ax, [(label, *point) for label, point in points.items()], bold=front)
@@ -299,16 +287,12 @@ def roofline(
         points = [roofline_point(cost, kind, size, context_length) for size in sizes]
         labels += [(f"{size:,} {unit}{'s' * (size > 1)}", *p) for size, p in zip(sizes, points, strict=True)]
         x, y = [point.intensity for point in points], [point.flops for point in points]
-        ax.plot(
-            x,
-            y,
-            look,
-            color=style.REQUEST_COLORS[color],
-            markersize=9,
-            markeredgecolor="white",
-            label=words,
-            gid=kind,
-        )
+        options: dict[str, Any] = {
+            "color": style.REQUEST_COLORS[color],
+            "markersize": 9,
+            "markeredgecolor": "white",
+        }
+        ax.plot(x, y, look, label=words, gid=kind, **options)
         if points:
             share = 100 * points[-1].flops / peak
             parts.append(f"{kind} of {sizes[-1]:,} {share:.{0 if share > 10 else 1}f} %")
@@ -317,15 +301,8 @@ def roofline(
     span = np.array([min(x) / 2, ridge, max(x) * 3])
     ax.plot(span, np.minimum(span * bandwidth, peak), color=style.INK, linewidth=2.4, zorder=1, gid="roof")
     ax.axvline(ridge, color=style.GRAY, linestyle=":", linewidth=1.4, gid="ridge")
-    ax.annotate(
-        f"ridge: {ridge:,.0f} FLOP/byte",
-        (ridge, 0.02),
-        xycoords=("data", "axes fraction"),
-        xytext=(-5, 0),
-        textcoords="offset points",
-        ha="right",
-        color=style.INK,
-    )
+    words, coords = f"ridge: {ridge:,.0f} FLOP/byte", ("data", "axes fraction")
+    style.note(ax, words, (ridge, 0.04), coords, (-5, 0), ha="right")
     ax.set_xscale("log")
     ax.set_yscale("log")
     ax.set_xlim(span[0], span[-1])

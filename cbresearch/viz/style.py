@@ -290,19 +290,31 @@ def plain(texts: Sequence[Text]) -> None:
         one.set_parse_math(False)
 
 
+def note(
+    ax: Axes,
+    words: str,
+    at: tuple[float, float],
+    coords: tuple[str, str],
+    shift: tuple[int, int],
+    **look: Any,
+) -> None:
+    """Write a note beside a line.
+
+    Args:
+        ax: Where the line is.
+        words: The note.
+        at: Where to write, in `coords`.
+        coords: What each coordinate is of: "data" or "axes fraction".
+        shift: Points to the right and up from there.
+        **look: As `Axes.annotate` takes it.
+    """
+    options: dict[str, Any] = {"color": INK, "va": "center", "annotation_clip": False} | look
+    ax.annotate(words, at, xycoords=coords, xytext=shift, textcoords="offset points", **options)
+
+
 def end_label(ax: Axes, height: float, words: str, weight: str = "normal") -> None:
     """Write what a horizontal line means beside its right end."""
-    ax.annotate(
-        words,
-        (1, height),
-        xycoords=("axes fraction", "data"),
-        xytext=(6, 0),
-        textcoords="offset points",
-        color=INK,
-        weight=weight,
-        va="center",
-        annotation_clip=False,
-    )
+    note(ax, words, (1, height), ("axes fraction", "data"), (6, 0), weight=weight)
 
 
 def legend(fig: Figure, handles: Sequence[Any], **options: Any) -> None:

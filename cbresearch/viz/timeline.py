@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -27,19 +28,18 @@ _SERVED, _HELD, _PADDING = range(len(KINDS))
 _SAME_SEAT, _NEXT_SEAT = 1000, 1
 
 _HALF_BAR, _LABEL_POINTS, _TALLEST = 0.4, 9, 24
-_HELD_LOOK: Mapping[str, Any] = {
-    "hatch": "..",
-    "edgecolor": style.HATCH_COLOR,
-    "linewidth": 0.4,
-    "alpha": 0.4,
-}
-_PREEMPTED_LOOK: Mapping[str, Any] = {
-    "linestyle": "none",
-    "marker": "X",
-    "markersize": 9,
-    "color": style.INK,
-    "markeredgecolor": "white",
-}
+_HELD_LOOK: Mapping[str, Any] = MappingProxyType(
+    {"hatch": "..", "edgecolor": style.HATCH_COLOR, "linewidth": 0.4, "alpha": 0.4}
+)
+_PREEMPTED_LOOK: Mapping[str, Any] = MappingProxyType(
+    {
+        "linestyle": "none",
+        "marker": "X",
+        "markersize": 9,
+        "color": style.INK,
+        "markeredgecolor": "white",
+    }
+)
 
 
 class Span(NamedTuple):
@@ -224,16 +224,9 @@ def seats(
             _label_stays(ax, stays[label], starts, ends, clock.last, colors)
         end = float(ends.max(initial=0.0))
         ax.axvline(end, color=style.INK, linewidth=2, gid="end")
-        ax.annotate(
-            f"done: {_length(trace, time)}" if len(part.steps) == len(trace.steps) else "goes on →",
-            (end, 0.5),
-            xycoords=("data", "axes fraction"),
-            xytext=(5, 0),
-            textcoords="offset points",
-            rotation=90,
-            va="center",
-            fontsize=10,
-        )
+        is_whole = len(part.steps) == len(trace.steps)
+        words = f"done: {_length(trace, time)}" if is_whole else "goes on →"
+        style.note(ax, words, (end, 0.5), ("data", "axes fraction"), (5, 0), rotation=90, fontsize=10)
     clock.label(axs[-1])
     # Room for the last run's end mark.
     axs[-1].set_xlim(0, (clock.last or 1) * 1.03)
@@ -386,14 +379,11 @@ def _label_stays(
         # The cross of a preemption covers the end of the bar.
         right -= (0.9 if stay.outcome == "preempted" else 0) * per_letter
         if (len(label) + 0.6) * per_letter <= right - left:
-            ax.text(
-                (left + right) / 2,
-                stay.seat,
-                label,
-                ha="center",
-                va="center_baseline",
-                fontsize=_LABEL_POINTS,
-                color=style.ink_on(REQUEST_COLORS[colors[stay.request_id]]),
-                clip_on=True,
-                parse_math=False,
-            )
+            ink = style.ink_on(REQUEST_COLORS[colors[stay.request_id]])
+            look: dict[str, Any] = {
+                "ha": "center",
+                "va": "center_baseline",
+                "fontsize": _LABEL_POINTS,
+                "color": ink,
+            }
+            ax.text((left + right) / 2, stay.seat, label, **look, clip_on=True, parse_math=False)
