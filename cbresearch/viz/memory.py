@@ -172,12 +172,13 @@ class _Pools:
     def _move_host_tables(self, step: int, plan: Plan, events: BlockEvents) -> None:
         freed = set(events.host_freed)
         for request_id, table in list(self._host.items()):
-            is_gone = request_id in self._device or request_id in plan.aborted
-            if is_gone or not freed.isdisjoint(table.blocks):
+            if not freed.isdisjoint(table.blocks):
                 del self._host[request_id]
         for request_id, pairs in groupby(sorted(events.host_held, key=itemgetter(0)), key=itemgetter(0)):
             self._host[request_id] = self._begin(request_id, True, step)
             self._host[request_id].extend(step, [block for _, block in pairs])
+        for request_id in self._host.keys() & {*self._device, *plan.aborted}:
+            del self._host[request_id]
 
     def _begin(self, request_id: str, on_host: bool, step: int) -> BlockTable:
         table = BlockTable(request_id, on_host, step)
