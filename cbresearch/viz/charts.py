@@ -80,16 +80,10 @@ def latency_cdfs(traces: Trace | Mapping[str, Trace], *, title: str | None = Non
         ax.grid(axis="both")
         style.plain(ax.legend(loc="upper left", bbox_to_anchor=(0, -0.16)).get_texts())
     axs[0].set_ylabel("fraction of requests")
-    style.suptitle(fig, title or latency_finding(traces))
+    waits = {label: _latencies(trace, "ttft") for label, trace in traces.items()}
+    middle = {label: float(np.median(seconds)) for label, seconds in waits.items() if len(seconds)}
+    style.suptitle(fig, title or _extremes("Median time to first token", middle))
     return fig
-
-
-def latency_finding(traces: Mapping[str, Trace]) -> str:
-    """Return which run has the lowest median time to first token, and which the highest."""
-    times = {label: _latencies(trace, "ttft") for label, trace in traces.items()}
-    return _extremes(
-        "Median time to first token", {k: float(np.median(v)) for k, v in times.items() if len(v)}
-    )
 
 
 def tradeoff(

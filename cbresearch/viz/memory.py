@@ -18,7 +18,7 @@ from cbresearch.plan import Plan
 from cbresearch.trace import StepRecord, Trace
 from cbresearch.viz import style
 from cbresearch.viz.columns import BlockEvents, events_of, memory_columns, step_columns
-from cbresearch.viz.style import Clock, TimeAxis, area, line
+from cbresearch.viz.style import Array, Clock, TimeAxis, area, line
 
 NOWHERE = -1
 """Stands in a table for a block that fell out of the sliding window before the request was admitted."""
@@ -265,20 +265,22 @@ def kv_categories(
     fig, axs = style.panels(len(traces), 2.0)
     clock = Clock.of(traces, time)
     drawn: set[str] = set()
-    for ax, trace in zip(axs, traces.values(), strict=True):
-        uses = memory_columns(trace)
-        heights, edges = clock.stairs(trace, np.stack([uses[name] for name in _CATEGORIES], axis=1))
+    findings = {}
+    for ax, (label, trace) in zip(axs, traces.items(), strict=True):
+        columns = memory_columns(trace)
+        uses = np.stack([columns[name] for name in _CATEGORIES], axis=1)
+        heights, edges = clock.stairs(trace, uses)
         tops = np.cumsum(heights, axis=1)
         for place, (name, (look, _, _)) in enumerate(_CATEGORIES.items()):
             if heights[:, place].any():
                 area(ax, edges, tops[:, place] - heights[:, place], tops[:, place], **look, gid=name)
                 drawn.add(name)
-        top = _mark_pool(
-            ax, trace, trace.cache.num_tokens - float(uses["free"].min(initial=trace.cache.num_tokens))
-        )
-        ax.set_ylim(0, top)
+        pool = trace.cache.num_tokens
+        ax.set_ylim(0, _mark_pool(ax, trace, pool - float(uses[:, -1].min(initial=pool))))
+        findings[label] = _shares(uses, step_columns(trace)["duration_s"])
     clock.label(axs[-1])
-    style.headings(fig, axs, pool_findings(traces), title, "What the slots of the KV pool are used for")
+    most = ", ".join(f"{label} {finding.partition(',')[0]}" for label, finding in findings.items())
+    style.headings(fig, axs, findings, title, f"Most of the KV pool: {most}")
     patches = [
         Patch(**{"linewidth": 0.4, **look}, label=words)
         for name, (look, words, _) in _CATEGORIES.items()
@@ -288,17 +290,18 @@ def kv_categories(
     return fig
 
 
-def pool_findings(traces: Mapping[str, Trace]) -> dict[str, str]:
-    """Return what each run's KV pool is used for on average over time, the largest share first."""
-    found = {}
-    for label, trace in traces.items():
-        shares = metrics.memory_shares(trace)
-        known = [(share, words) for name, (_, _, words) in _CATEGORIES.items() if (share := shares[name])]
-        parts = [
-            f"{100 * share:.0f} % {words}" for share, words in sorted(known, reverse=True) if share >= 0.005
-        ]
-        found[label] = ", ".join(parts) or "no KV is held"
-    return found
+def _shares(uses: Array, seconds: Array) -> str:
+    """Return what a pool is used for on average over time, the largest share first.
+
+    Args:
+        uses: Tokens a step and category, in the order of `_CATEGORIES`.
+        seconds: Duration of each step.
+    """
+    whole = seconds.sum() * uses[:1].sum()
+    shares = 100 * seconds @ uses / whole if whole else np.zeros(len(_CATEGORIES))
+    named = [(share, words) for share, (_, _, words) in zip(shares, _CATEGORIES.values(), strict=True)]
+    parts = [f"{share:.0f} % {words}" for share, words in sorted(named, reverse=True) if share >= 0.5]
+    return ", ".join(parts) or "no KV is held"
 
 
 def _mark_pool(ax: Axes, trace: Trace, peak: float) -> float:

@@ -171,34 +171,32 @@ def _longest_waits(traces: Mapping[str, Trace]) -> str:
 
 
 def _pictures(traces: Mapping[str, Trace]) -> list[Picture]:
-    """Return heading, form, finding and drawing of each figure."""
-    caption = f"{timeline.length_finding(traces)}."
-    if any(len(trace.steps) > _MAX_SEAT_STEPS for trace in traces.values()):
-        caption += f" The first {_MAX_SEAT_STEPS} steps of each run are drawn."
-    pools = memory.pool_findings(traces)
+    """Return heading, form, a note and drawing of each figure."""
+    is_cut = any(len(trace.steps) > _MAX_SEAT_STEPS for trace in traces.values())
+    cut = f" The first {_MAX_SEAT_STEPS} steps of each run are drawn." if is_cut else ""
     pictures: list[Picture] = [
         (
             "Which request has which seat",
             "Bars over time, one row a seat and one panel a run",
-            f"{caption} A hatched bar is the row of a finished request that the batch goes on computing.",
+            f"A hatched bar is the row of a finished request that the batch goes on computing.{cut}",
             lambda: timeline.seats(traces, max_steps=_MAX_SEAT_STEPS),
         ),
         (
             "How full the batch is",
             "Step lines over time, one panel a run: rows of the batch that do useful work",
-            f"{timeline.occupancy_finding(traces)}.",
+            "The dotted line is the mean of all steps.",
             lambda: timeline.occupancy(traces),
         ),
         (
             "KV memory",
             "Stacked areas over time, one panel a run: what each slot of the KV pool is used for",
-            f"{'; '.join(f'{label}: {finding}' for label, finding in pools.items())}.",
+            "Shares are means over time.",
             lambda: memory.kv_categories(traces),
         ),
         (
             "Latency",
             "Two cumulative distributions, a line per run: time to first token and time per output token",
-            f"{charts.latency_finding(traces)}. Markers stand at the median and at the 99th percentile.",
+            "Markers stand at the median and at the 99th percentile.",
             lambda: charts.latency_cdfs(traces),
         ),
     ]
@@ -215,21 +213,19 @@ def _pictures(traces: Mapping[str, Trace]) -> list[Picture]:
 
 
 def _drawn(pictures: Iterable[Picture]) -> list[dict[str, str]]:
-    """Draw figures in the package's own style, whatever the caller's is."""
+    """Draw figures in the package's own style, and say their titles in words too."""
     drawn = []
     with plt.rc_context(), warnings.catch_warnings():
         # An id may be in a script that the font lacks; it is shown in full elsewhere in the report.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         plt.style.use("default")
         style.use_style()
-        for heading, form, finding, draw in pictures:
-            picture = {
-                "png": _png(draw()),
-                "heading": heading,
-                "alt": f"{form}. {finding}",
-                "caption": finding,
-            }
-            drawn.append(picture)
+        for heading, form, note, draw in pictures:
+            fig = draw()
+            titles = [fig.get_suptitle(), *(ax.get_title("left") for ax in fig.axes)]
+            findings = [" ".join(title.split()) for title in titles if title]
+            words = {"alt": f"{form}. {'. '.join(findings)}.", "caption": f"{findings[0]}. {note}"}
+            drawn.append({"heading": heading, "png": _png(fig), **words})
     return drawn
 
 

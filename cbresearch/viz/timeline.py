@@ -231,7 +231,7 @@ def seats(
     # Room for the last run's end mark.
     axs[-1].set_xlim(0, (clock.last or 1) * 1.03)
     findings = {label: _busy_seats(trace, time) for label, trace in traces.items()}
-    style.headings(fig, axs, findings, title, length_finding(traces, time))
+    style.headings(fig, axs, findings, title, _length_finding(traces, time))
     marks = {
         "served": Patch(facecolor=REQUEST_COLORS[0], label="served (a colour per request)"),
         "padding": style.waste_patch("finished, still computed (padding)"),
@@ -242,17 +242,6 @@ def seats(
     shown = [mark for kind, mark in marks.items() if kind in drawn]
     style.legend(fig, shown, ncols=4 if len(shown) < 5 else 3)
     return fig
-
-
-def length_finding(traces: Mapping[str, Trace], time: TimeAxis = "seconds") -> str:
-    """Return which run ends first, and how far the last is behind."""
-    sizes = {label: len(run.steps) if time == "step" else run.duration for label, run in traces.items()}
-    first, last = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
-    soon, late = _length(traces[first], time), _length(traces[last], time)
-    if sizes[first] == sizes[last]:
-        return f"Each run takes {soon}" if len(sizes) > 1 else f"{first} takes {soon}"
-    ratio = f", {sizes[last] / sizes[first]:.2f} times as long" if sizes[first] else ""
-    return f"{first} is done after {soon}, {last} after {late}{ratio}"
 
 
 def occupancy(
@@ -292,7 +281,7 @@ def occupancy(
     axs[0].set_yticks(sorted({0, most // 2, most}))
     clock.label(axs[-1])
     findings = {label: _busy_seats(trace, time) for label, trace in traces.items()}
-    style.headings(fig, axs, findings, title, occupancy_finding(traces))
+    style.headings(fig, axs, findings, title, _occupancy_finding(traces))
     handles = [
         Patch(facecolor=style.GRAY, alpha=0.5, label="served"),
         *([style.waste_patch("finished, still computed (padding)")] if has_padding else []),
@@ -303,7 +292,18 @@ def occupancy(
     return fig
 
 
-def occupancy_finding(traces: Mapping[str, Trace]) -> str:
+def _length_finding(traces: Mapping[str, Trace], time: TimeAxis) -> str:
+    """Return which run ends first, and how far the last is behind."""
+    sizes = {label: len(run.steps) if time == "step" else run.duration for label, run in traces.items()}
+    first, last = min(sizes, key=sizes.__getitem__), max(sizes, key=sizes.__getitem__)
+    soon, late = _length(traces[first], time), _length(traces[last], time)
+    if sizes[first] == sizes[last]:
+        return f"Each run takes {soon}" if len(sizes) > 1 else f"{first} takes {soon}"
+    ratio = f", {sizes[last] / sizes[first]:.2f} times as long" if sizes[first] else ""
+    return f"{first} is done after {soon}, {last} after {late}{ratio}"
+
+
+def _occupancy_finding(traces: Mapping[str, Trace]) -> str:
     """Return how many rows do useful work on average, run by run."""
     means = {label: metrics.occupancy(trace) for label, trace in traces.items()}
     parts = [f"{label} {mean:.1f}" for label, mean in means.items() if mean is not None]
