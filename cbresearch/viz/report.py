@@ -125,10 +125,11 @@ def summary_of(traces: Mapping[str, Trace], reporting: Reporting) -> list[tuple[
     has_tokens = any(record.tokens for trace in traces.values() for record in trace.served)
     nothing = "The runs took no time." if has_tokens else "No request got a token."
     speeds = {label: metrics.output_throughput(trace) for label, trace in traces.items()}
-    price = 1.0 if reporting.price_per_hour is None else reporting.price_per_hour
-    unit = "Hours of the machine" if reporting.price_per_hour is None else reporting.currency
+    given = reporting.price_per_hour
+    price, unit = (1.0, "Hours of the machine") if given is None else (given, reporting.currency)
     costs = {label: metrics.cost_per_million_tokens(trace, price) for label, trace in traces.items()}
     cost = _ranked(f"{unit} for a million output tokens", costs, largest=False) or nothing
+    cost += "" if given is not None else " No price of an hour was given."
     if (slo := reporting.slo) is not None:
         demands = ((slo.ttft, "TTFT"), (slo.tpot, "TPOT"), (slo.latency, "latency"))
         promise = " and ".join(f"{name} within {text.duration(most)}" for most, name in demands if most)

@@ -175,7 +175,9 @@ def test_summary_answers_with_the_metrics_numbers(runs):
 
 def test_summary_does_not_rank_equal_runs(runs):
     served, _, cost = (a for _, a in summary_of({"a": runs["mine"], "b": runs["mine"]}, Reporting()))
-    assert served.endswith(" in every run.") and cost.endswith(" in every run.")
+    assert served.endswith(" in every run.") and cost.endswith(
+        " in every run. No price of an hour was given."
+    )
     assert cost.startswith("Hours of the machine for a million output tokens: ")
 
 
