@@ -11,7 +11,7 @@ from cbresearch import policies, workloads
 from cbresearch.config import SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.experiments import Comparison, compare, compare_simulated
-from cbresearch.metrics import Slo
+from cbresearch.metrics import Reporting, Slo
 
 NUM_ANSWERS_SHOWN = 3
 NUM_ERRORS_SHOWN = 10
@@ -203,9 +203,7 @@ def _write(comparison: Comparison, folder: Path, options: argparse.Namespace) ->
         answers=comparison.answers[:NUM_ANSWERS_SHOWN],
         environment=comparison.environment,
         bytes_per_token=comparison.bytes_per_token,
-        slo=comparison.slo,
-        price_per_hour=comparison.price_per_hour,
-        currency=comparison.currency,
+        reporting=Reporting(comparison.slo, comparison.price_per_hour, comparison.currency),
     )
 
 

@@ -20,7 +20,7 @@ def main() -> None:
         "continuous batching": simulate(requests, "fcfs", scheduler=limits),
     }
     viz.use_style()
-    picture = viz.seats_side_by_side(runs, time="step")
+    picture = viz.seats(runs, time="step")
     picture.savefig(sys.argv[1], dpi=110, metadata={"Software": None})
     plt.close(picture)
 

@@ -9,7 +9,7 @@ import torch
 from conftest import generate_alone
 from sampling_cases import EOS, plain_answer, small_model
 
-from cbresearch import metrics, policies
+from cbresearch import export, metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
 from cbresearch.experiments import compare, compare_simulated
@@ -180,10 +180,10 @@ def test_a_request_that_meets_a_spoilt_weight_fails_alone_under_any_policy(place
     again = replay(trace, requests, policy)
     assert [step.plan for step in again.steps] == [step.plan for step in trace.steps]
     assert again.requests == trace.requests
-    told = trace.explain("sick")
+    told = export.explain(trace, "sick")
     assert f"failed, with 0 tokens: {trace.requests[1].error}" in told
     assert "for 1 new token" not in told
-    for use in metrics.memory(trace):
+    for use in trace.memory():
         assert min(use) >= 0
 
 
@@ -201,8 +201,8 @@ def test_a_request_that_draws_a_spoilt_token_fails_behind_its_tokens(spoilt):
     assert record.tokens == tokens
     assert (record.finish_reason, len(record.logprobs)) == ("error", len(tokens))
     assert metrics.summary(trace)["latency_n"] == 1
-    assert f"failed, with {len(tokens)} tokens" in trace.explain("free")
-    for use in metrics.memory(trace):
+    assert f"failed, with {len(tokens)} tokens" in export.explain(trace, "free")
+    for use in trace.memory():
         assert min(use) >= 0
     assert replay(trace, [request, hot("other", distinct(3, 5))], "static").requests == trace.requests
 

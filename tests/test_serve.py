@@ -11,7 +11,7 @@ import sys
 import pytest
 from hygiene import ROOT
 
-from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies
+from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, export, policies
 from cbresearch.costs import Linear
 from cbresearch.plan import StepResult
 from cbresearch.request import Refusal
@@ -276,8 +276,8 @@ def digest():
         cost = CostExecutor(Linear(step=0.7, token=0.013, context=0.0007))
         trace = run(random_workload(9), name, executor=cost, num_blocks=30)
         preemptions += sum(record.num_preemptions for record in trace.requests)
-        rows = [repr(values.tolist()) for values in (trace.step_columns | trace.request_columns).values()]
-        for part in (trace.to_json(), trace.to_chrome(), rows, repr(trace)):
+        rows = [record.row() for record in (*trace.steps, *trace.requests)]
+        for part in (trace.to_json(), export.to_chrome(trace), rows, repr(trace)):
             sha.update(json.dumps(part, allow_nan=False).encode())
     assert preemptions
     return sha.hexdigest()

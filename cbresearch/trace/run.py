@@ -131,36 +131,6 @@ class Trace:
 
         return pd.DataFrame(dict(self.request_columns))
 
-    def explain(self, request_id: str) -> str:
-        """Tell one request's life in plain words, a line for each thing that befell it.
-
-        Raises:
-            ValueError: There is no such request; near misses are named.
-        """
-        from cbresearch.trace.explain import explain
-
-        return explain(self.steps, self.requests, request_id)
-
-    def to_chrome(self) -> dict[str, Any]:
-        """Return the run in the Chrome trace event format, as `to_perfetto` writes it."""
-        from cbresearch.trace.perfetto import chrome_trace
-
-        return chrome_trace(self)
-
-    def to_perfetto(self, path: str | Path) -> Path:
-        """Write the run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
-
-        A track a seat shows the stays in it, and in each stay when its row was prefilled, decoded or computed
-        for nothing; one more track shows the steps. Counters tell of requests and KV blocks in each step,
-        named as vLLM names them where they mean the same; marks tell of preemptions and refusals.
-
-        Args:
-            path: Where to write it; with the ending ".gz" it is compressed.
-        """
-        from cbresearch.trace.perfetto import write_perfetto
-
-        return write_perfetto(self, path)
-
     def to_json(self) -> dict[str, Any]:
         """Return the limits of the run and its requests as plain values for `results.json`."""
         names = ("id", "tokens", "arrival", "first_token", "finish", "error")

@@ -1,79 +1,36 @@
 """The player carries what the trace holds, says what it leaves out, and shows any text as text."""
 
-import base64
-import io
 import json
 import re
 import shutil
-import struct
 import subprocess
-import zlib
 from collections import Counter
 from dataclasses import replace
 
-import matplotlib.image
-import numpy as np
 import pytest
+from helpers.block_events import recorded
+from helpers.demo_runs import Page, classic, hostile, pairs, pressed, seats_by_step, swapping_case, triples
 from hygiene import printed_by_two_processes
-from test_viz import HOSTILE, Page, classic, pressed
 
 from cbresearch import metrics, viz
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal, Request, parallel_samples
+from cbresearch.request import Refusal, Request
 from cbresearch.simulator import simulate
-from cbresearch.viz.blockmap import BlockMap
-from cbresearch.viz.player_data import KINDS, TRANSFERS, Bounds, packed, player_data
-from cbresearch.viz.player_strip import strip_png
-from cbresearch.viz.seating import request_colors
-from cbresearch.viz.style import REQUEST_COLORS
+from cbresearch.viz.memory import BlockMap
+from cbresearch.viz.player import TRANSFERS, Bounds, packed, player_data
 
 
 def swapping(policy):
-    """Serve parallel samples and prompts that begin alike from a small pool, with one more on the host."""
-    requests = []
-    for n in range(9):
-        start = 100 * (n % 3)
-        request = Request(f"u{n}", tuple(range(start, start + 30 + 5 * n)), 20 + 7 * (n % 4), 0.02 * n)
-        requests += parallel_samples(request, 2) if n in (1, 4) else [request]
-    return simulate(
-        [*requests, Refusal("huge", "needs 900 blocks, there are 20")],
-        policy,
-        cost=Linear(step=0.003, token=0.0001),
-        scheduler=SchedulerConfig(5, 64, preemption="swap"),
-        cache=CacheConfig(20, 8, prefix_caching=True, num_host_blocks=24),
-    )
+    requests, limits, cache = swapping_case()
+    return recorded(requests, policy, limits, cache, cost=Linear(step=0.003, token=0.0001))[0]
 
 
 def unpacked(column):
     if column and isinstance(column[0], list):
-        (pairs,) = column
-        return [value for place in range(0, len(pairs), 2) for value in [pairs[place]] * pairs[place + 1]]
+        (flat,) = column
+        return [value for place in range(0, len(flat), 2) for value in [flat[place]] * flat[place + 1]]
     return column
-
-
-def seats_by_step(run, ids):
-    """Return what the player shows, by step and seat, decoded as its scripts do."""
-    shown = [{} for _ in run["end"]]
-    for request, seat, first, _, tokens, _, spans, prefills in run["stays"]:
-        step = first
-        computing = {first + offset: (number, samples) for offset, number, samples in triples(prefills)}
-        for kind, length in pairs(spans):
-            for _ in range(length):
-                assert seat not in shown[step], "two requests in one seat"
-                prompt, samples = computing.get(step, (0, True))
-                tokens += bool(samples) and KINDS[kind] == "served"
-                shown[step][seat] = (ids[request], KINDS[kind], prompt, tokens)
-                step += 1
-    return shown
-
-
-def pairs(flat):
-    return zip(flat[::2], flat[1::2], strict=True)
-
-
-def triples(flat):
-    return zip(flat[::3], flat[1::3], flat[2::3], strict=True)
 
 
 def grown(growth, offset):
@@ -131,10 +88,10 @@ def test_tables_cached_blocks_and_transfers_are_carried_whole(policy):
             number, lost = grown(growth, step - first), grown(losses, step - first)
             carried[step][data["ids"][request], on_host, tuple(blocks[lost:number])] += 1
     expected = [Counter() for _ in trace.steps]
-    blocks = BlockMap.of(trace)
+    blocks = BlockMap.of(trace.steps)
     for table in blocks.tables:
         for step in range(table.first, table.end):
-            expected[step][table.request_id, table.on_host, table.table(step)] += 1
+            expected[step][table.request_id, table.on_host, tuple(table.held(step))] += 1
     assert carried == expected
     cached = [set() for _ in trace.steps]
     for first, *flat in run["prefixes"]:
@@ -142,7 +99,6 @@ def test_tables_cached_blocks_and_transfers_are_carried_whole(policy):
             for step in range(first, first + number):
                 assert block not in cached[step]
                 cached[step].add(block)
-    assert cached == [state.cached for state in blocks.states()]
     assert [len(found) for found in cached] == unpacked(run["cached"]) and any(cached)
     transfers = {
         step: [(TRANSFERS[kind], source, target) for kind, source, target in triples(flat)]
@@ -216,9 +172,6 @@ def test_a_run_of_leaps_is_carried_like_one_of_steps():
     assert one == other
 
 
-# Bounds
-
-
 def test_a_long_run_is_bounded_and_says_what_is_left_out():
     traces = {policy: classic(policy) for policy in ("static", "fcfs")}
     bounds = Bounds(steps=70, requests=5, table_entries=20)
@@ -259,20 +212,8 @@ def test_columns_are_packed_without_loss():
     assert packed([7] * 1000) == [[7, 1000]]
 
 
-# Text
-
-
-def hostile():
-    requests = [
-        Request(HOSTILE + "\ud800\x1b[31m\u202e", 3, 5),
-        Request("plain", 3, 2),
-        Refusal(f"refused {HOSTILE}", f"why {HOSTILE}"),
-    ]
-    return simulate(requests, "fcfs", scheduler=SchedulerConfig(max_num_seqs=2))
-
-
 def test_any_text_stays_text():
-    html = viz.player_html({f"label {HOSTILE}\ud800": hostile()})
+    html = viz.player_html({"label <b>\ud800": hostile()})
     html.encode("utf-8")
     page = Page(html)
     assert len(page.scripts) == 2
@@ -310,9 +251,6 @@ def test_a_run_without_a_step_is_named():
     assert text["a: no step was run, so there is nothing to play."] == 1
 
 
-# The page
-
-
 def test_the_page_needs_nothing_from_outside():
     html = viz.player_html({"a": classic("static")})
     assert "://" not in html and "@import" not in html and not re.search(r"\burl\(", html)
@@ -331,8 +269,9 @@ def test_two_players_on_a_page_do_not_share_an_id():
 def test_same_traces_give_the_same_bytes_in_any_process():
     first, second = printed_by_two_processes(
         "import hashlib, sys; sys.path.insert(0, 'tests')\n"
-        "from test_player import classic, pressed, swapping, viz\n"
-        "runs = {'a': classic('static'), 'b': pressed('fcfs'), 'c': swapping('sjf')}\n"
+        "from helpers.demo_runs import classic, pressed\n"
+        "from cbresearch import viz\n"
+        "runs = {'a': classic('static'), 'b': pressed('fcfs'), 'c': pressed('sjf')}\n"
         "print(hashlib.sha256(viz.player_html(runs).encode()).hexdigest(), viz.policy_look('mine'))"
     )
     assert first == second and len(first) > 64
@@ -352,62 +291,15 @@ def test_the_script_is_valid(tmp_path):
     subprocess.run(["node", "--check", script], check=True)
 
 
-# The picture that stands in where scripts are removed
-
-
-def pixels(uri):
-    """Return a picture's rows of hex colours, decoded by a library."""
-    png = base64.b64decode(uri.removeprefix("data:image/png;base64,"))
-    image = matplotlib.image.imread(io.BytesIO(png))[:, :, :3]
-    channels = np.round(image * 255).astype(int)
-    return [["#{:02X}{:02X}{:02X}".format(*pixel) for pixel in row] for row in channels]
-
-
-@pytest.mark.parametrize("policy", ["static", "fcfs", "prefill_first"])
-def test_the_strip_shows_each_seat_in_each_step(policy):
-    trace = pressed(policy) if policy == "prefill_first" else classic(policy)
-    colors = request_colors([trace])
-    width = 8 * len(trace.steps)
-    seats = trace.scheduler.max_num_seqs
-    rows = pixels(strip_png(trace.steps, seats, trace.duration, colors, width))
-    assert len(rows) == 16 * seats and len(rows[0]) == width
-    scale = width / trace.duration
-    served = 0
-    for record in trace.steps:
-        middle = int((record.start + record.duration / 2) * scale)
-        cells = [
-            {rows[16 * seat + line][middle + side] for line in range(14) for side in (-1, 0, 1)}
-            for seat in range(seats)
-        ]
-        for entry in record.plan.scheduled:
-            assert REQUEST_COLORS[colors[entry.request_id]] in cells[entry.seat]
-            served += 1
-        for row in record.plan.padding:
-            assert cells[row.seat] <= {"#E4E4E4", "#7A7A7A"}
-    assert served == sum(len(record.plan.scheduled) for record in trace.steps)
-
-
-def test_the_strip_is_a_whole_png_that_any_library_reads():
-    trace = classic("static")
-    png = base64.b64decode(
-        strip_png(trace.steps, 8, trace.duration, request_colors([trace])).partition(",")[2]
-    )
-    place, body = 8, b""
-    while place < len(png):
-        (length,) = struct.unpack(">I", png[place : place + 4])
-        name, chunk = png[place + 4 : place + 8], png[place + 8 : place + 8 + length]
-        assert struct.unpack(">I", png[place + 8 + length : place + 12 + length])[0] == zlib.crc32(
-            name + chunk
-        )
-        body += chunk if name == b"IDAT" else b""
-        place += 12 + length
-    assert len(zlib.decompress(body)) == (720 + 1) * 16 * 8
-    assert len(png) < 20_000
-
-
-def test_the_strip_is_there_unless_it_is_declined():
+def test_a_sentence_a_run_stands_in_where_scripts_are_removed():
     traces = {policy: classic(policy) for policy in ("static", "fcfs")}
-    images = Page(viz.player_html(traces)).all("img")
-    assert [image["alt"].partition(":")[0] for image in images] == ["static", "fcfs"]
-    assert all("seats busy on average" in image["alt"] for image in images)
-    assert not Page(viz.player_html(traces, strip=False)).all("img")
+    text = Page(viz.player_html(traces)).text
+    assert text["static: 5.6 of 8 seats busy on average over 91 s."] == 1
+    assert text["fcfs: 7.4 of 8 seats busy on average over 69 s."] == 1
+    assert not Page(viz.player_html(traces)).all("img")
+
+
+def test_key_figures_that_are_given_are_shown():
+    trace = classic("fcfs")
+    rows = metrics.kpi_table({"a": trace})[:2]
+    assert [row[0] for row in player_data({"a": trace}, kpi=rows)["kpi"]] == [row.name for row in rows]

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cbresearch import CacheConfig, Request, SchedulerConfig, metrics, simulate
 from cbresearch.costs import Linear
+from cbresearch.export import prometheus
 from cbresearch.trace import Trace
 
 
@@ -26,7 +27,7 @@ def trace() -> Trace:
 def samples(trace) -> dict[str, dict]:
     """Return the value of each sample by name and labels, the policy's aside."""
     found: dict[str, dict] = {}
-    for family in text_string_to_metric_families(metrics.exposition(trace)):
+    for family in text_string_to_metric_families(prometheus(trace)):
         for sample in family.samples:
             labels = tuple(value for name, value in sample.labels.items() if name != "policy")
             assert sample.labels["policy"] == trace.policy
@@ -74,7 +75,7 @@ def test_prefill_and_decode_make_up_inference(samples):
 
 
 def test_every_sample_belongs_to_a_family_of_a_known_type(trace):
-    families = list(text_string_to_metric_families(metrics.exposition(trace)))
+    families = list(text_string_to_metric_families(prometheus(trace)))
     assert {family.type for family in families} == {"counter", "histogram"}
     assert all(family.samples for family in families)
 
@@ -83,7 +84,7 @@ def test_a_counter_keeps_all_its_digits():
     trace = simulate([Request(f"r{n}", 123_457, 3) for n in range(9)], scheduler=SchedulerConfig(4, 200_000))
     (value,) = (
         sample.value
-        for family in text_string_to_metric_families(metrics.exposition(trace))
+        for family in text_string_to_metric_families(prometheus(trace))
         for sample in family.samples
         if sample.name == "vllm:prompt_tokens_total"
     )
@@ -91,13 +92,13 @@ def test_a_counter_keeps_all_its_digits():
 
 
 def test_a_run_without_requests_exposes_zeros():
-    text = metrics.exposition(simulate([]))
+    text = prometheus(simulate([]))
     families = {family.name: family for family in text_string_to_metric_families(text)}
     assert {s.value for s in families["vllm:time_to_first_token_seconds"].samples} == {0}
 
 
 def test_a_policy_name_with_quotes_stays_one_label(trace):
-    text = metrics.exposition(replace(trace, policy='a"b\\c\nd'))
+    text = prometheus(replace(trace, policy='a"b\\c\nd'))
     assert {s.labels["policy"] for f in text_string_to_metric_families(text) for s in f.samples} == {
         'a"b\\c\nd'
     }

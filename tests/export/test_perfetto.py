@@ -16,6 +16,7 @@ from set_up_browser import REMEDY, find_browser
 
 from cbresearch import CacheConfig, Request, SchedulerConfig, simulate
 from cbresearch.costs import Linear
+from cbresearch.export import to_chrome, to_perfetto
 from cbresearch.trace import Trace
 
 LIMITS = SchedulerConfig(4, 24, preemption="swap")
@@ -43,7 +44,7 @@ def trace(request):
 
 
 def events(trace: Trace, phase: str) -> list[dict]:
-    return [event for event in trace.to_chrome()["traceEvents"] if event["ph"] == phase]
+    return [event for event in to_chrome(trace)["traceEvents"] if event["ph"] == phase]
 
 
 def test_the_runs_looked_at_here_swap_pad_share_and_refuse():
@@ -130,9 +131,9 @@ def test_every_refusal_and_preemption_is_marked(trace):
 
 
 def test_the_file_is_the_trace_and_its_bytes_are_the_same_each_time(trace, tmp_path):
-    path = trace.to_perfetto(tmp_path / "new" / "run.json")
-    assert json.loads(path.read_text()) == json.loads(json.dumps(trace.to_chrome()))
-    packed = [trace.to_perfetto(tmp_path / "new" / f"{name}.json.gz").read_bytes() for name in "ab"]
+    path = to_perfetto(trace, tmp_path / "new" / "run.json")
+    assert json.loads(path.read_text()) == json.loads(json.dumps(to_chrome(trace)))
+    packed = [to_perfetto(trace, tmp_path / "new" / f"{name}.json.gz").read_bytes() for name in "ab"]
     assert packed[0] == packed[1]
     assert gzip.decompress(packed[0]) == path.read_bytes()
 
@@ -147,7 +148,7 @@ def test_a_write_that_is_broken_off_leaves_the_file_as_it_was(trace, tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(Path, "replace", broken)
         with pytest.raises(OSError, match="disk full"):
-            trace.to_perfetto(path)
+            to_perfetto(trace, path)
     assert [(found.name, found.read_bytes()) for found in tmp_path.iterdir()] == [(name, b"as it was")]
 
 
@@ -195,7 +196,7 @@ def perfetto(path):
 
 def test_perfetto_itself_counts_what_the_trace_counts(tmp_path):
     trace = run("fcfs")
-    with perfetto(trace.to_perfetto(tmp_path / "run.json")) as ask:
+    with perfetto(to_perfetto(trace, tmp_path / "run.json")) as ask:
         assert ask("select name from stats where severity = 'error' and value > 0") == []
         stays = list(trace.stays())
         rows = ask(
