@@ -1,19 +1,15 @@
 """Several replicas behind a router, each with its own scheduler, blocks and step time, on one clock."""
 
-from cbresearch.cluster.replica import Replica, ReplicaConfig
-from cbresearch.cluster.routers import LeastKv, LeastOutstanding, PrefixAffinity, RoundRobin, Router
-from cbresearch.cluster.run import ClusterRun, Handover, Route, simulate_cluster
+from cbresearch.cluster.replica import Replica, ReplicaConfig, Router, least_outstanding, round_robin
+from cbresearch.cluster.run import ClusterRun, Handover, simulate_cluster
 
 __all__ = [
     "ClusterRun",
     "Handover",
-    "LeastKv",
-    "LeastOutstanding",
-    "PrefixAffinity",
     "Replica",
     "ReplicaConfig",
-    "RoundRobin",
-    "Route",
     "Router",
+    "least_outstanding",
+    "round_robin",
     "simulate_cluster",
 ]

@@ -1,30 +1,22 @@
-"""Run experiments: compare policies, sweep grids, search capacities; tidy, with an environment stamp."""
+"""Run experiments: compare policies, sweep grids, search capacities, check claims; with an environment stamp."""
 
 from cbresearch.experiments.capacity import Capacity, TriedRate, capacity
-from cbresearch.experiments.compare import (
-    Comparison,
-    Policies,
-    Prediction,
-    Workload,
-    compare,
-    compare_simulated,
-    predictions,
-)
+from cbresearch.experiments.claims import Claims
+from cbresearch.experiments.compare import Comparison, Prediction, compare, default_cache, predictions
 from cbresearch.experiments.environment import environment
 from cbresearch.experiments.sweep import Run, SweepResult, sweep
 
 __all__ = [
     "Capacity",
+    "Claims",
     "Comparison",
-    "Policies",
     "Prediction",
     "Run",
     "SweepResult",
     "TriedRate",
-    "Workload",
     "capacity",
     "compare",
-    "compare_simulated",
+    "default_cache",
     "environment",
     "predictions",
     "sweep",

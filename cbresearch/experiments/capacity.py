@@ -63,22 +63,18 @@ class Capacity:
         demands = {field.name: getattr(self.slo, field.name) for field in fields(self.slo)}
         promised = ", ".join(f"{name} ≤ {most:g} s" for name, most in demands.items() if most is not None)
         share = f"{self.attainment:.4g} of the requests"
+
+        def found(tried: TriedRate) -> str:
+            return f"at {tried.rate:.4g} requests/s {tried.attainment:.4g} do"
+
         if self.kept is None:
-            lowest = self.tried[0]
-            return (
-                f"at no rate tried do {share} keep {promised}: at {lowest.rate:.4g} requests/s "
-                f"{lowest.attainment:.4g} do; start lower, unless a request alone takes too long"
-            )
+            lowest = f"at no rate tried do {share} keep {promised}: {found(self.tried[0])}"
+            return f"{lowest}; start lower, unless a request alone takes too long"
         if self.lost is None:
-            highest = self.tried[-1]
-            return (
-                f"at every rate tried {share} keep {promised}: at {highest.rate:.4g} requests/s "
-                f"{highest.attainment:.4g} do; draw more requests, so that queues can grow, or start higher"
-            )
-        return (
-            f"up to {self.kept.rate:.4g} requests/s, {share} keep {promised}: there "
-            f"{self.kept.attainment:.4g} do, at {self.lost.rate:.4g} requests/s {self.lost.attainment:.4g}"
-        )
+            highest = f"at every rate tried {share} keep {promised}: {found(self.tried[-1])}"
+            return f"{highest}; draw more requests, so that queues can grow, or start higher"
+        between = f"{found(self.kept)}, {found(self.lost)}"
+        return f"up to {self.kept.rate:.4g} requests/s, {share} keep {promised}: {between}"
 
 
 def capacity(
@@ -119,7 +115,7 @@ def capacity(
         n_jobs: Processes at once for the seeds of a rate, as for `sweep`.
 
     Raises:
-        ValueError: A number is out of range, the policy is unknown, or nobody comes.
+        ValueError: A number is out of range, the policy is unknown, or no request is drawn.
         RuntimeError: A run failed; the error names the rate, the seed and the reason.
     """
     if not 0 < attainment <= 1:
@@ -133,19 +129,17 @@ def capacity(
     tried: dict[float, TriedRate] = {}
 
     def keeps(rate: float) -> bool:
-        points = [
-            (place, Point(partial(workload, rate), built, limits, cache, cost, seed, slo))
-            for place, seed in enumerate(numbers)
-        ]
+        draw = partial(workload, rate)
+        points = [(Point(draw, built, limits, cache, cost, seed, slo),) for seed in numbers]
         num_kept = num_requests = 0
-        for place, counts, error in run_all(count_kept, points, n_jobs):
+        for place, counts, error in run_all(count_kept, enumerate(points), n_jobs):
             if error is not None:
                 raise RuntimeError(f"at {rate:g} requests/s with seed {numbers[place]}: {error}")
             num_kept += counts[0]
             num_requests += counts[1]
             bar.update()
         if not num_requests:
-            raise ValueError(f"the workload draws nobody at {rate:g} requests/s; it must return requests")
+            raise ValueError(f"the workload draws no request at {rate:g} requests/s; it must return some")
         tried[rate] = TriedRate(rate, num_kept / num_requests, num_requests)
         bar.set_postfix(rate=f"{rate:g}", attainment=f"{tried[rate].attainment:.3f}", refresh=False)
         return tried[rate].attainment >= attainment

@@ -1,4 +1,4 @@
-"""How far a model's logits drift with the shape of the batch, and how to compute them so that they do not."""
+"""How far a model's logits vary with the shape of the batch, and how to compute them so that they do not."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -194,27 +194,20 @@ def _by_query(attend: Callable[..., Any], modules: set[torch.nn.Module]) -> Call
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Tensor | None,
-        *,
+        *others: Any,
         paged: PagedStep | None = None,
-        **others: object,
+        **named: Any,
     ) -> tuple[Tensor, None]:
         nonlocal last, steps
         if paged is None or module not in modules:
-            return attend(module, query, key, value, attention_mask, paged=paged, **others)
+            return attend(module, query, key, value, *others, paged=paged, **named)  # type: ignore[no-any-return]
         if paged is not last:
             last, steps = paged, _single_steps(paged)
         # A chunk's tokens are in the order of their positions, so each finds the keys before its own written.
-        outputs = [
-            attend(
-                module,
-                *(tensor[:, :, place : place + 1] for tensor in (query, key, value)),
-                attention_mask,
-                paged=step,
-                **others,
-            )[0]
-            for place, step in enumerate(steps)
-        ]
+        outputs = []
+        for at, step in enumerate(steps):
+            one = (tensor[:, :, at : at + 1] for tensor in (query, key, value))
+            outputs.append(attend(module, *one, *others, paged=step, **named)[0])
         return torch.cat(outputs, dim=1), None
 
     return attention
