@@ -195,11 +195,11 @@ def test_a_model_that_would_stop_at_once_goes_on_to_the_length_of_the_trace(tmp_
     from cbresearch.experiments import compare
 
     plain = Request("a", (5, 6, 7), 9)
-    first = compare(tiny, [plain], "fcfs").traces["fcfs"].requests[0].tokens
+    first = compare([plain], "fcfs", model=tiny).traces["fcfs"].requests[0].tokens
     (traced,) = load(tmp_path, VIDUR, "0.0,3,9")
     stopping = replace(tiny, eos_token_ids=frozenset({first[0]}))
     requests = [plain, Request("b", plain.prompt, traced.max_tokens, sampling=traced.sampling)]
-    stopped, forced = compare(stopping, requests, "fcfs").traces["fcfs"].requests
+    stopped, forced = compare(requests, "fcfs", model=stopping).traces["fcfs"].requests
     assert len(stopped.tokens) == 1
     assert forced.tokens == first
 
