@@ -15,9 +15,8 @@ from cbresearch import policies, workloads
 from cbresearch.config import SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.experiments import Comparison, compare, default_cache
-from cbresearch.experiments.compare import kpi_frame
 from cbresearch.experiments.environment import progress_bar
-from cbresearch.metrics import KpiRow, Reporting, Slo
+from cbresearch.metrics import Reporting, Slo
 
 NUM_ANSWERS_SHOWN = 3
 NUM_ERRORS_SHOWN = 10
@@ -38,14 +37,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             comparison = _compare(options)
             subject = options.model if options.command == "compare" else "the simulator"
             title = f"{options.workload} on {subject}: {', '.join(comparison.traces)}"
-            kpi = _write(comparison, reporting, unfinished, title)
+            _write(comparison, reporting, unfinished, title)
     except KeyboardInterrupt:
         print(f"interrupted; nothing was written to {folder}", file=sys.stderr)
         return 130
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    _show(comparison, kpi, folder, timed=options.command == "compare")
+    _show(comparison, reporting, folder, timed=options.command == "compare")
     records = (record for trace in comparison.traces.values() for record in trace.requests)
     return 0 if any(record.is_complete for record in records) else 1
 
@@ -140,19 +139,17 @@ def _unfinished_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _write(comparison: Comparison, reporting: Reporting, folder: Path, title: str) -> list[KpiRow]:
-    """Write all files, and return the key figures."""
+def _write(comparison: Comparison, reporting: Reporting, folder: Path, title: str) -> None:
     from cbresearch import viz
 
     with progress_bar(4, "results", "file") as bar:
         comparison.write(folder, reporting)
         bar.update(3)
-        kpi = comparison.kpi(reporting)
         viz.write_report(
             folder / "report.html",
             title=title,
             traces=comparison.traces,
-            kpi=kpi,
+            kpi=comparison.kpi(reporting),
             predictions=[(*row, row.relative_error) for row in comparison.predictions],
             answers=comparison.answers[:NUM_ANSWERS_SHOWN],
             environment=comparison.environment,
@@ -160,11 +157,10 @@ def _write(comparison: Comparison, reporting: Reporting, folder: Path, title: st
             reporting=reporting,
         )
         bar.update()
-    return kpi
 
 
-def _show(comparison: Comparison, kpi: Sequence[KpiRow], folder: Path, *, timed: bool) -> None:
-    print(kpi_frame(kpi, list(comparison.traces)).to_string())
+def _show(comparison: Comparison, reporting: Reporting, folder: Path, *, timed: bool) -> None:
+    print(comparison.kpi_frame(reporting).to_string())
     if comparison.predictions:
         print("\nPredicted by the formulas, and measured:")
         print(comparison.prediction_frame().to_string(float_format=_number))

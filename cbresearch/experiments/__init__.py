@@ -1,4 +1,4 @@
-"""Run experiments: compare policies, sweep grids, search capacities, check claims; with an environment stamp."""
+"""Experiments: compare policies, sweep grids, search capacities, hold claims against measurements."""
 
 from cbresearch.experiments.capacity import Capacity, TriedRate, capacity
 from cbresearch.experiments.claims import Claims

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import Embedding, Linear
@@ -104,19 +105,25 @@ def _forced_group(
     return torch.stack([torch.stack(of_one) for of_one in found])
 
 
-def _logits(loaded: LoadedModel, step: PagedStep, token_ids: np.ndarray, places: np.ndarray) -> Tensor:
+def _logits(
+    loaded: LoadedModel, step: PagedStep, token_ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+) -> Tensor:
     """Return the logits at some places of a step, `[num_places, vocab_size]`."""
     model = loaded.model
-    # Models take no places for "all", so a step whose logits nobody wants computes one.
-    keep = torch.from_numpy(places if len(places) else np.zeros(1, dtype=np.int64))
+    # Models take no places for "all", so a step of which no logits are wanted computes one.
+    keep = places if len(places) else np.zeros(1, dtype=np.int64)
+    ids, positions, kept = (
+        torch.from_numpy(one).to(model.device) for one in (token_ids, step.positions, keep)
+    )
     with paged_model(model):
-        logits = model(
-            input_ids=torch.from_numpy(token_ids)[None].to(model.device),
-            position_ids=torch.from_numpy(step.positions)[None].to(model.device),
+        out = model(
+            input_ids=ids[None],
+            position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=keep.to(model.device),
+            logits_to_keep=kept,
             paged=step,
-        ).logits[0, : len(places)]
+        )
+    logits: Tensor = out.logits[0, : len(places)]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
 
 
@@ -158,7 +165,7 @@ def batch_invariant(loaded: LoadedModel, num_rows: int = 16) -> Iterator[None]:
     try:
         ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = _by_query(attend, set(modules))
         for leaf in leaves:
-            leaf.forward = _in_tiles(leaf.forward, num_rows if isinstance(leaf, Linear) else 1)  # type: ignore[method-assign]
+            leaf.forward = _in_tiles(leaf.forward, num_rows if isinstance(leaf, Linear) else 1)
         yield
     finally:
         ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = attend
@@ -166,7 +173,7 @@ def batch_invariant(loaded: LoadedModel, num_rows: int = 16) -> Iterator[None]:
             if forward is None:
                 vars(leaf).pop("forward", None)
             else:
-                leaf.forward = forward  # type: ignore[method-assign]
+                leaf.forward = forward
 
 
 def _in_tiles(forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
@@ -178,7 +185,7 @@ def _in_tiles(forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
             return forward(rows, *others, **named)
         flat = rows.reshape(-1, rows.shape[-1])
         filled = pad(flat, (0, 0, 0, -len(flat) % num_rows))
-        done = torch.cat([forward(tile) for tile in filled.split(num_rows)])
+        done = torch.cat([forward(tile) for tile in torch.split(filled, num_rows)])
         return done[: len(flat)].view(*rows.shape[:-1], -1)
 
     return in_tiles

@@ -38,20 +38,29 @@ class Capacity:
     """The largest arrival rate that keeps an SLO.
 
     Attributes:
-        rate: Requests per second; None where there is no such rate, or no end to them.
-        kept: The largest rate found that keeps it; None if none does.
-        lost: The smallest rate found that does not; None if none is lost.
         tried: All that was tried, by rate.
-        slo: What was promised.
+        slo: The promise to each request.
         attainment: The share of requests that had to keep it.
     """
 
-    rate: float | None
-    kept: TriedRate | None
-    lost: TriedRate | None
     tried: tuple[TriedRate, ...]
     slo: Slo
     attainment: float
+
+    @property
+    def kept(self) -> TriedRate | None:
+        """Return the largest rate tried that keeps the SLO, or None."""
+        return max((one for one in self.tried if one.attainment >= self.attainment), default=None)
+
+    @property
+    def lost(self) -> TriedRate | None:
+        """Return the smallest rate tried that does not keep the SLO, or None."""
+        return min((one for one in self.tried if one.attainment < self.attainment), default=None)
+
+    @property
+    def rate(self) -> float | None:
+        """Return the capacity in requests per second; None if there is no such rate, or no end to them."""
+        return self.kept.rate if self.kept is not None and self.lost is not None else None
 
     @property
     def is_monotone(self) -> bool:
@@ -126,7 +135,10 @@ def capacity(
     numbers = checked_seeds(seeds)
     built = get(policy) if isinstance(policy, str) else policy
     limits = scheduler or SchedulerConfig()
-    tried: dict[float, TriedRate] = {}
+    tried: list[TriedRate] = []
+
+    def result() -> Capacity:
+        return Capacity(tuple(sorted(tried)), slo, attainment)
 
     def keeps(rate: float) -> bool:
         draw = partial(workload, rate)
@@ -140,35 +152,20 @@ def capacity(
             bar.update()
         if not num_requests:
             raise ValueError(f"the workload draws no request at {rate:g} requests/s; it must return some")
-        tried[rate] = TriedRate(rate, num_kept / num_requests, num_requests)
-        bar.set_postfix(rate=f"{rate:g}", attainment=f"{tried[rate].attainment:.3f}", refresh=False)
-        return tried[rate].attainment >= attainment
+        share = num_kept / num_requests
+        tried.append(TriedRate(rate, share, num_requests))
+        bar.set_postfix(rate=f"{rate:g}", attainment=f"{share:.3f}", refresh=False)
+        return share >= attainment
 
     with progress_bar(None, "capacity", "run") as bar:
-        low, high = _bracket(keeps, start, max_doublings)
-        while low is not None and high is not None and high > low * (1 + tolerance):
+        rate, goes_up = start, keeps(start)
+        for _ in range(int(max_doublings)):
+            rate = rate * 2 if goes_up else rate / 2
+            if keeps(rate) != goes_up:
+                break
+        found = result()
+        while found.kept and found.lost and found.lost.rate > found.kept.rate * (1 + tolerance):
             # The geometric mean halves the bracket in the measure by which it is judged.
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if keeps(middle) else (low, middle)
-    return Capacity(
-        rate=low if high is not None else None,
-        kept=None if low is None else tried[low],
-        lost=None if high is None else tried[high],
-        tried=tuple(tried[rate] for rate in sorted(tried)),
-        slo=slo,
-        attainment=attainment,
-    )
-
-
-def _bracket(
-    keeps: Callable[[float], bool], start: float, max_doublings: int
-) -> tuple[float | None, float | None]:
-    """Return a rate that keeps and one that does not, a factor of 2 apart; None for what is not there."""
-    rate = start
-    upwards = keeps(rate)
-    for _ in range(int(max_doublings)):
-        following = rate * 2 if upwards else rate / 2
-        if keeps(following) != upwards:
-            return (rate, following) if upwards else (following, rate)
-        rate = following
-    return (rate, None) if upwards else (None, rate)
+            keeps(math.sqrt(found.kept.rate * found.lost.rate))
+            found = result()
+    return found

@@ -3,10 +3,11 @@
 import json
 import os
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -27,7 +28,6 @@ from cbresearch.workloads import load, resolve_prompts
 
 if TYPE_CHECKING:
     import pandas as pd
-    from tqdm.auto import tqdm
 
     from cbresearch.models import LoadedModel
 
@@ -73,20 +73,23 @@ class Comparison:
     bytes_per_token: int | None = None
     answers: tuple[tuple[str, Mapping[str, str]], ...] = ()
     predictions: tuple[Prediction, ...] = ()
+    _kpi: dict[Reporting, list[metrics.KpiRow]] = field(default_factory=dict, repr=False, compare=False)
 
     def kpi(self, reporting: Reporting = _PLAIN) -> list[metrics.KpiRow]:
-        """Return the key figures, one column a policy.
+        """Return the key figures, one column a policy; for the same terms they are computed once.
 
         Args:
             reporting: The SLO and the price, for goodput and the cost of tokens.
         """
-        return metrics.kpi_table(
-            self.traces,
-            self.bytes_per_token,
-            slo=reporting.slo,
-            price_per_hour=reporting.price_per_hour,
-            currency=reporting.currency,
-        )
+        if reporting not in self._kpi:
+            self._kpi[reporting] = metrics.kpi_table(
+                self.traces,
+                self.bytes_per_token,
+                slo=reporting.slo,
+                price_per_hour=reporting.price_per_hour,
+                currency=reporting.currency,
+            )
+        return self._kpi[reporting]
 
     def kpi_frame(self, reporting: Reporting = _PLAIN) -> "pd.DataFrame":
         """Return the key figures as a pandas frame of texts, one column a policy.
@@ -94,7 +97,15 @@ class Comparison:
         Args:
             reporting: The SLO and the price, for goodput and the cost of tokens.
         """
-        return kpi_frame(self.kpi(reporting), list(self.traces))
+        import pandas as pd
+
+        rows = self.kpi(reporting)
+        names = [f"{row.name} ({row.unit})" if row.unit else row.name for row in rows]
+        texts = [
+            [f"{value} (n={n})" if n else value for value, n in zip_longest(row.values, row.sizes)]
+            for row in rows
+        ]
+        return pd.DataFrame(texts, index=names, columns=list(self.traces))
 
     def prediction_frame(self) -> "pd.DataFrame":
         """Return predicted and measured values with their relative error, as a pandas frame."""
@@ -115,48 +126,20 @@ class Comparison:
         """
         import pandas as pd
 
-        folder = Path(folder)
-        results = {
-            "environment": dict(self.environment),
-            "runs": [
-                {**trace.to_json(), "metrics": self._summary(trace, reporting)}
-                for trace in self.traces.values()
-            ],
-            "predictions": [
-                {**row._asdict(), "relative_error": row.relative_error} for row in self.predictions
-            ],
-        }
-        # On one line, for the tokens are millions: json writes that five times as fast as indented lines.
-        write_whole(folder / "results.json", json.dumps(results, allow_nan=False) + "\n")
-        for name, frame in (("requests.csv", Trace.requests_frame), ("steps.csv", Trace.steps_frame)):
-            rows = pd.concat(
-                {policy: frame(trace) for policy, trace in self.traces.items()}, names=["policy"]
+        runs = []
+        for trace in self.traces.values():
+            measured = metrics.summary(
+                trace, self.bytes_per_token, slo=reporting.slo, price_per_hour=reporting.price_per_hour
             )
-            write_whole(folder / name, rows.droplevel(1).to_csv(lineterminator="\n"))
-
-    def _summary(self, trace: Trace, reporting: Reporting) -> dict[str, float | int | None]:
-        return metrics.summary(
-            trace, self.bytes_per_token, slo=reporting.slo, price_per_hour=reporting.price_per_hour
-        )
-
-
-def kpi_frame(rows: Sequence[metrics.KpiRow], labels: Sequence[str]) -> "pd.DataFrame":
-    """Return rows of `metrics.kpi_table` as a pandas frame of texts, one column a run.
-
-    Args:
-        rows: The key figures.
-        labels: Of the runs, in the order of the rows' values.
-    """
-    import pandas as pd
-
-    texts = {
-        f"{row.name} ({row.unit})" if row.unit else row.name: [
-            f"{value} (n={row.sizes[place]})" if row.sizes else value
-            for place, value in enumerate(row.values)
-        ]
-        for row in rows
-    }
-    return pd.DataFrame.from_dict(texts, orient="index", columns=list(labels))
+            runs.append({**trace.to_json(), "metrics": measured})
+        rows = [{**row._asdict(), "relative_error": row.relative_error} for row in self.predictions]
+        results = {"environment": dict(self.environment), "runs": runs, "predictions": rows}
+        # On one line, for the tokens are millions: json writes that five times as fast as indented lines.
+        write_whole(Path(folder, "results.json"), json.dumps(results, allow_nan=False) + "\n")
+        for name, frame_of in (("requests", Trace.requests_frame), ("steps", Trace.steps_frame)):
+            frames = {policy: frame_of(trace) for policy, trace in self.traces.items()}
+            table = pd.concat(frames, names=["policy"]).droplevel(1)
+            write_whole(Path(folder, f"{name}.csv"), table.to_csv(lineterminator="\n"))
 
 
 def compare(
@@ -206,41 +189,29 @@ def compare(
     requests = expand(resolve_prompts(given, encode, vocab_size, np.random.default_rng(seed)))
     limits = scheduler or SchedulerConfig()
     pool = cache if isinstance(cache, CacheConfig) else (cache or default_cache)(requests, limits, shape)
-    if loaded is None:
-        assert cost is not None
+    facts: dict[str, object] = {"workload": label, "seed": seed}
+    if cost is not None:
         traces = {}
         for policy in built:
             # Many steps are taken at once, so that the run is over before a bar is of use.
             with progress_bar(len(requests), policy.name, "request") as bar:
                 traces[policy.name] = simulate(requests, policy, cost=cost, scheduler=limits, cache=pool)
                 bar.update(len(requests))
-        return Comparison(
-            traces,
-            environment(workload=label, seed=seed, cost=repr(cost)),
-            tuple(requests),
-            predictions=tuple(predictions(traces)),
-        )
+        stamp = environment(**facts, cost=repr(cost))
+        return Comparison(traces, stamp, tuple(requests), predictions=tuple(predictions(traces)))
+    assert loaded is not None
     traces, num_pool_bytes = _served(requests, built, limits, pool, loaded, seed, compile)
     bytes_per_token = formulas.kv_bytes_per_token(loaded.shape)
+    size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, num_pool_bytes)
+    facts |= {"device": loaded.model.device, "dtype": loaded.model.dtype, "compiled": compile}
+    threads = os.environ.get("OMP_NUM_THREADS", "default")
     return Comparison(
         traces,
-        environment(
-            model=loaded.name,
-            workload=label,
-            seed=seed,
-            device=str(loaded.model.device),
-            dtype=str(loaded.model.dtype),
-            compiled=compile,
-            omp_num_threads=os.environ.get("OMP_NUM_THREADS", "default"),
-        ),
+        environment(model=loaded.name, **facts, omp_num_threads=threads),
         tuple(requests),
         bytes_per_token,
-        _answers(expand(given), traces, loaded.decode),
-        (
-            *predictions(traces),
-            *_fitted(traces, requests, built),
-            Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, num_pool_bytes),
-        ),
+        tuple(_answers(expand(given), traces, loaded.decode)),
+        (*predictions(traces), *_fitted(traces, requests, built), size),
     )
 
 
@@ -294,20 +265,14 @@ def predictions(traces: Mapping[str, Trace]) -> list[Prediction]:
     static_steps = formulas.static_steps(lengths, seats)
     other_steps = formulas.continuous_steps(lengths, seats)
     utilization, speed_up = metrics.utilization(static), metrics.speed_up(static, other)
+    endless = "endless queue of these lengths"
+    static_use, speed = formulas.static_utilization(mean, longest), formulas.speed_up(mean, longest)
     rows = [
-        (
-            "static: utilization, endless queue of these lengths, E[X]/E[M_B]",
-            formulas.static_utilization(mean, longest),
-            utilization,
-        ),
+        (f"static: utilization, {endless}, E[X]/E[M_B]", static_use, utilization),
         ("static: utilization, this queue", sum(lengths) / (seats * static_steps), utilization),
         ("static: steps, sum of batch maxima", static_steps, len(static.steps)),
         (f"{other.policy}: steps, list scheduling", other_steps, len(other.steps)),
-        (
-            "speed-up, endless queue of these lengths, E[M_B]/E[X]",
-            formulas.speed_up(mean, longest),
-            speed_up,
-        ),
+        (f"speed-up, {endless}, E[M_B]/E[X]", speed, speed_up),
         ("speed-up, this queue, equal steps", formulas.finite_speed_up(lengths, seats), speed_up),
     ]
     return [Prediction(*row) for row in rows]
@@ -336,17 +301,16 @@ def _served(
     """Return the runs on a model, each in a pool of its own, and the bytes of such a pool."""
     from cbresearch.engine import ModelExecutor
 
+    def advance(record: StepRecord) -> None:
+        bar.update(len(record.finished))
+        bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
+
     traces, num_pool_bytes = {}, 0
     for policy in policies:
         executor = ModelExecutor(loaded, limits, pool, seed=seed, compile=compile)
         executor.warm_up()
         num_pool_bytes = executor.cache.num_bytes
         with progress_bar(len(requests), policy.name, "request") as bar:
-
-            def advance(record: StepRecord, bar: "tqdm[Any]" = bar) -> None:
-                bar.update(len(record.finished))
-                bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
-
             traces[policy.name] = serve(requests, Scheduler(policy, limits, pool), executor, on_step=advance)
     return traces, num_pool_bytes
 
@@ -368,37 +332,32 @@ def _built(policies: Policies) -> list[Policy]:
 
 
 def _answers(
-    given: Sequence[Request | Refusal], traces: Mapping[str, Trace], decode: Callable[[Sequence[int]], str]
-) -> tuple[tuple[str, Mapping[str, str]], ...]:
-    answers = []
+    given: Requests, traces: Mapping[str, Trace], decode: Callable[[Sequence[int]], str]
+) -> Iterator[tuple[str, Mapping[str, str]]]:
     for place, request in enumerate(given):
         records = {name: trace.requests[place] for name, trace in traces.items()}
         if isinstance(request, Request) and all(record.error is None for record in records.values()):
             prompt = request.prompt if isinstance(request.prompt, str) else f"request {request.id}"
-            answers.append((prompt, {name: decode(record.tokens) for name, record in records.items()}))
-    return tuple(answers)
+            yield prompt, {name: decode(record.tokens) for name, record in records.items()}
 
 
 def _static_and_other(traces: Mapping[str, Trace]) -> tuple[Trace, Trace] | None:
     """Return the first static run and the first other one that served a request, if there are both."""
-    ran = [trace for trace in traces.values() if trace.steps]
-    static = next((trace for trace in ran if trace.policy.partition(":")[0] == "static"), None)
-    other = next((trace for trace in ran if trace.policy.partition(":")[0] != "static"), None)
-    return None if static is None or other is None else (static, other)
+    first: dict[bool, Trace] = {}
+    for trace in traces.values():
+        if trace.steps:
+            first.setdefault(trace.policy.partition(":")[0] == "static", trace)
+    return (first[True], first[False]) if len(first) == 2 else None
 
 
 def _fitted(
-    traces: Mapping[str, Trace], requests: Sequence[Request | Refusal], policies: Sequence[Policy]
-) -> list[Prediction]:
+    traces: Mapping[str, Trace], requests: Requests, policies: Sequence[Policy]
+) -> Iterator[Prediction]:
     """Fit one step time to the real runs, and let the simulator say how they should compare."""
     pair = _static_and_other(traces)
-    if pair is None or sum(step.duration > 0 for trace in pair for step in trace.steps) < 3:
-        return []
-    cost = Linear.fit(*pair, context=True)
-    by_name = {policy.name: policy for policy in policies}
-    again = [predict_run(trace, requests, cost, by_name[trace.policy]) for trace in pair]
-    return [
-        Prediction(
-            "speed-up, simulated with a fitted step time", metrics.speed_up(*again), metrics.speed_up(*pair)
-        )
-    ]
+    if pair is not None and sum(step.duration > 0 for trace in pair for step in trace.steps) >= 3:
+        cost = Linear.fit(*pair, context=True)
+        by_name = {policy.name: policy for policy in policies}
+        again = [predict_run(trace, requests, cost, by_name[trace.policy]) for trace in pair]
+        name = "speed-up, simulated with a fitted step time"
+        yield Prediction(name, metrics.speed_up(*again), metrics.speed_up(*pair))

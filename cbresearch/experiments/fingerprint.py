@@ -98,11 +98,9 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _is_installed(module: str | None) -> bool:
     """Return whether a module belongs to Python, to this package or to another that was installed."""
-    top = (module or "").partition(".")[0]
-    if top == "__main__":
+    found = sys.modules.get(module or "")
+    if found is None or module == "__main__":
         return False
-    if top == _PACKAGE.name or top in sys.stdlib_module_names:
-        return True
-    path = getattr(sys.modules.get(module or ""), "__file__", None)
-    folders = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-    return path is not None and any(Path(path).is_relative_to(folder) for folder in folders)
+    path, places = getattr(found, "__file__", None), ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = (_PACKAGE, *map(sysconfig.get_path, places))
+    return path is None or any(Path(path).is_relative_to(folder) for folder in folders)

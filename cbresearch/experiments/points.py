@@ -1,6 +1,5 @@
 """Single simulated runs of sweeps and searches, spread over processes by joblib."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
@@ -64,9 +63,7 @@ def measure(point: Point, key: str = "") -> dict[str, float | int | None]:
     if point.slo is not None:
         measured["slo_attainment"] = slo_attainment(trace, point.slo)
         measured["goodput_requests_per_s"] = goodput(trace, point.slo)
-    # What is read from a file later is then equal to what was computed; what JSON cannot hold raises here.
-    again: dict[str, float | int | None] = json.loads(json.dumps(measured, allow_nan=False))
-    return again
+    return measured
 
 
 def count_kept(point: Point) -> tuple[int, int]:

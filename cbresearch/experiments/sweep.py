@@ -13,8 +13,8 @@ import numpy as np
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.experiments.environment import environment, progress_bar
-from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, refuse_twice, run_all
 from cbresearch.experiments.fingerprint import fingerprint, package_fingerprint
+from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, refuse_twice, run_all
 from cbresearch.metrics import Slo, mean_interval
 from cbresearch.policies import Policy, get, suggestion
 from cbresearch.simulator import UNIT_STEP
@@ -150,12 +150,12 @@ def sweep(
     `joblib.parallel_config("dask")`. A run depends on nothing but its place in the grid, so the table is the
     same everywhere. One that raises has its error in the table, and the others go on.
 
-    With a folder, each finished run is kept there by `joblib.Memory`, and a sweep that was killed goes on where it was. A kept
-    run is used again while all that it depends on is equal: the workload (its name and the content of files
-    that the name names, or a function's code), the policy's class and state, limits, cost, seed, SLO, and
-    this package's sources. Of your own functions and classes the compiled code counts, with the values,
-    functions and classes that it refers to; of your own modules, the file. What such a module imports in
-    turn is not noticed: after a change there, use another folder. Runs that failed are not kept.
+    With a folder, `joblib.Memory` keeps each finished run there, and a sweep that was killed goes on where it
+    was. A kept run is used again while all that it depends on is equal: the workload (its name and the
+    content of files that the name names, or a function's code), the policy's class and state, limits, cost,
+    seed, SLO, and this package's sources. Of your own functions and classes the compiled code counts, with
+    the values, functions and classes that it refers to; of your own modules, the file. What such a module
+    imports in turn is not noticed: after a change there, use another folder. Runs that failed are not kept.
 
     Args:
         workloads: Names for `workloads.load`, functions that draw requests from a generator, or either by
@@ -295,24 +295,18 @@ def _key(point: Point, package: str) -> str:
     Raises:
         ValueError: Something that the run depends on cannot be hashed.
     """
-    parts = [package, np.__version__]
-    workload = point.workload
-    if isinstance(workload, str):
-        # With the content of the files that the name, or an option in it, names.
-        names = dict.fromkeys([workload, *re.split(r"[:,=]", workload)])
-        paths = [path for path in map(find, names) if path is not None and path.is_file()]
-        parts += [fingerprint(path.read_bytes()) for path in paths]
-    for what, value in (
-        ("the workload", workload),
-        (f"the policy {point.policy.name!r}", point.policy),
-        ("the cost", point.cost),
-        ("the limits", (point.scheduler, point.cache, point.slo, point.seed)),
-    ):
+    name = point.workload if isinstance(point.workload, str) else ""
+    # A file that the name, or an option in it, names counts by its content.
+    paths = [find(part) for part in dict.fromkeys([name, *re.split(r"[:,=]", name)]) if part]
+    contents = [path.read_bytes() for path in paths if path is not None and path.is_file()]
+    parts = [package, np.__version__, fingerprint(contents)]
+    for field in fields(point):
+        value = getattr(point, field.name)
         try:
             parts.append(fingerprint(value))
         except Exception as error:
             raise ValueError(
-                f"{what} is {value!r}, whose state cannot be read ({error}), so that a finished run would "
-                "not be known again; build it where it is used, or sweep without a folder"
+                f"the {field.name} is {value!r}, whose state cannot be read ({error}), so that a finished "
+                "run would not be known again; build it where it is used, or sweep without a folder"
             ) from error
     return fingerprint(parts)
