@@ -10,16 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, Linear
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cbresearch.attention import (
-    ATTENTION_NAME,
-    PagedCache,
-    PagedStep,
-    batch_order,
-    choose_backend,
-    paged_model,
-)
+from cbresearch import attention
 from cbresearch.config import CacheConfig
 from cbresearch.models import LoadedModel, layer_windows
 
@@ -60,18 +54,10 @@ def forced_logits(
                 f"sequence {place} has {len(sequence)} tokens; num_outputs is {num_outputs}, "
                 "and must be 1 or more but at most that"
             )
-    size = batch_size or len(sequences)
-    groups = [sequences[begin : begin + size] for begin in range(0, len(sequences), size)]
-    return torch.cat([_forced_group(loaded, group, num_outputs, chunk, block_size) for group in groups])
-
-
-def _forced_group(
-    loaded: LoadedModel,
-    sequences: Sequence[Sequence[int]],
-    num_outputs: int,
-    chunk: int | None,
-    block_size: int,
-) -> Tensor:
+    if batch_size is not None and batch_size < len(sequences):
+        groups = [sequences[at : at + batch_size] for at in range(0, len(sequences), batch_size)]
+        how: dict[str, Any] = {"chunk": chunk, "block_size": block_size}
+        return torch.cat([forced_logits(loaded, group, num_outputs, **how) for group in groups])
     model = loaded.model
     lengths = np.array([len(sequence) for sequence in sequences])
     token_ids = np.zeros((len(sequences), lengths.max()), dtype=np.int64)
@@ -79,11 +65,11 @@ def _forced_group(
         row[: len(sequence)] = sequence
     width = -(-token_ids.shape[1] // block_size)
     tables = np.arange(len(sequences) * width).reshape(-1, width)
-    cache = PagedCache(
+    cache = attention.PagedCache(
         loaded.shape,
         CacheConfig(tables.size, block_size),
         windows=layer_windows(model.config, loaded.shape.num_layers),
-        backend=choose_backend(None, loaded.shape, model.device),
+        backend=attention.choose_backend(None, loaded.shape, model.device),
         dtype=model.dtype,
         device=model.device,
     )
@@ -93,12 +79,12 @@ def _forced_group(
     while (done < lengths).any():
         counts = np.full_like(lengths, chunk) if chunk else np.where(done, 1, firsts + 1)
         counts = np.minimum(counts, lengths - done)
-        order = batch_order(done, counts)
+        order = attention.batch_order(done, counts)
         order = order[counts[order] > 0]
-        step = PagedStep.build(cache, tables[order], done[order], counts[order])
+        step = attention.PagedStep.build(cache, tables[order], done[order], counts[order])
         rows = np.repeat(order, counts[order])
         wanted = np.flatnonzero(step.positions >= firsts[rows])
-        logits = _logits(loaded, step, token_ids[rows, step.positions], wanted)
+        logits = _logits(model, step, token_ids[rows, step.positions], wanted)
         for row, its_logits in zip(rows[wanted].tolist(), logits, strict=True):
             found[row].append(its_logits)
         done += counts
@@ -106,24 +92,18 @@ def _forced_group(
 
 
 def _logits(
-    loaded: LoadedModel, step: PagedStep, token_ids: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    model: PreTrainedModel,
+    step: attention.PagedStep,
+    token_ids: npt.NDArray[np.int64],
+    places: npt.NDArray[np.int64],
 ) -> Tensor:
     """Return the logits at some places of a step, `[num_places, vocab_size]`."""
-    model = loaded.model
     # Models take no places for "all", so a step of which no logits are wanted computes one.
     keep = places if len(places) else np.zeros(1, dtype=np.int64)
-    ids, positions, kept = (
-        torch.from_numpy(one).to(model.device) for one in (token_ids, step.positions, keep)
-    )
-    with paged_model(model):
-        out = model(
-            input_ids=ids[None],
-            position_ids=positions[None],
-            use_cache=False,
-            logits_to_keep=kept,
-            paged=step,
-        )
-    logits: Tensor = out.logits[0, : len(places)]
+    arrays = {"input_ids": token_ids[None], "position_ids": step.positions[None], "logits_to_keep": keep}
+    inputs = {name: torch.from_numpy(array).to(model.device) for name, array in arrays.items()}
+    with attention.paged_model(model):
+        logits: Tensor = model(**inputs, use_cache=False, paged=step).logits[0, : len(places)]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
 
 
@@ -160,15 +140,15 @@ def batch_invariant(loaded: LoadedModel, num_rows: int = 16) -> Iterator[None]:
             )
     # What has no parts maps rows to rows. Embeddings only look up, and are called with token ids.
     leaves = [leaf for leaf in modules if not any(leaf.children()) and not isinstance(leaf, Embedding)]
-    attend = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
+    attend = ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME]
     own = [vars(leaf).get("forward") for leaf in leaves]
     try:
-        ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = _by_query(attend, set(modules))
+        ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME] = _by_query(attend, set(modules))
         for leaf in leaves:
             leaf.forward = _in_tiles(leaf.forward, num_rows if isinstance(leaf, Linear) else 1)
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = attend
+        ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME] = attend
         for leaf, forward in zip(leaves, own, strict=True):
             if forward is None:
                 vars(leaf).pop("forward", None)
@@ -193,16 +173,16 @@ def _in_tiles(forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
 
 def _by_query(attend: Callable[..., Any], modules: set[torch.nn.Module]) -> Callable[..., Any]:
     """Return an attention function that calls `attend` for each query alone, in the layers of one model."""
-    last: PagedStep | None = None
-    steps: list[PagedStep] = []
+    last: attention.PagedStep | None = None
+    steps: list[attention.PagedStep] = []
 
-    def attention(
+    def attend_alone(
         module: torch.nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
         *others: Any,
-        paged: PagedStep | None = None,
+        paged: attention.PagedStep | None = None,
         **named: Any,
     ) -> tuple[Tensor, None]:
         nonlocal last, steps
@@ -217,10 +197,10 @@ def _by_query(attend: Callable[..., Any], modules: set[torch.nn.Module]) -> Call
             outputs.append(attend(module, *one, *others, paged=step, **named)[0])
         return torch.cat(outputs, dim=1), None
 
-    return attention
+    return attend_alone
 
 
-def _single_steps(paged: PagedStep) -> list[PagedStep]:
+def _single_steps(paged: attention.PagedStep) -> list[attention.PagedStep]:
     """Return a step for each token of a step."""
     tables = np.repeat(paged.block_tables, paged.num_tokens, axis=0)
     is_stored = np.ones(len(tables), dtype=bool)
@@ -229,7 +209,7 @@ def _single_steps(paged: PagedStep) -> list[PagedStep]:
         is_stored[paged.stored.cpu().numpy()] = True
     one = np.ones(1, dtype=np.int64)
     return [
-        PagedStep.build(
+        attention.PagedStep.build(
             paged.cache, tables[at : at + 1], paged.positions[at : at + 1], one, is_stored[at : at + 1]
         )
         for at in range(len(tables))

@@ -101,6 +101,6 @@ def _is_installed(module: str | None) -> bool:
     found = sys.modules.get(module or "")
     if found is None or module == "__main__":
         return False
-    path, places = getattr(found, "__file__", None), ("stdlib", "platstdlib", "purelib", "platlib")
-    folders = (_PACKAGE, *map(sysconfig.get_path, places))
+    path, paths = getattr(found, "__file__", None), sysconfig.get_paths()
+    folders = (_PACKAGE, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
     return path is None or any(Path(path).is_relative_to(folder) for folder in folders)
