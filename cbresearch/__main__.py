@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from textwrap import shorten
@@ -35,9 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Before the work, so that an output folder that cannot be is not found out after it.
         with _unfinished_folder(folder) as unfinished:
             comparison = _compare(options)
-            subject = options.model if options.command == "compare" else "the simulator"
-            title = f"{options.workload} on {subject}: {', '.join(comparison.traces)}"
-            _write(comparison, reporting, unfinished, title)
+            _write(comparison, reporting, unfinished, options)
     except KeyboardInterrupt:
         print(f"interrupted; nothing was written to {folder}", file=sys.stderr)
         return 130
@@ -45,8 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     _show(comparison, reporting, folder, timed=options.command == "compare")
-    records = (record for trace in comparison.traces.values() for record in trace.requests)
-    return 0 if any(record.is_complete for record in records) else 1
+    return 0 if any(one.is_complete for trace in comparison.traces.values() for one in trace.requests) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,9 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     workload = f"a preset ({presets}), a public trace ({traces}), or a trace or workload file"
     options = "options follow a colon, as in"
     add("--workload", f"{workload}; {options} chat:rate=4,n=200", required=True, metavar="W")
-    policy = (
-        f"one of {', '.join(policies.available())}; {options} static:release or past_future:reserved=0.05"
-    )
+    policy = f"one of {', '.join(policies.available())}; {options} static:release or past_future:reserved=.1"
     add("--policy", f"{policy}; repeat --policy to compare", required=True, action="append", metavar="P")
     add("--output", "folder for the results", required=True, metavar="DIR")
     number: dict[str, Any] = {"type": int, "metavar": "N"}
@@ -70,12 +64,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", "token budget of a step", default=2048, **number)
     add("--block-size", "tokens in a KV block", default=16, **number)
     add("--num-blocks", "KV blocks (default: as many as full seats can ever need)", **number)
-    room = "what becomes of the KV of a request that has to make room"
-    add("--preemption", room, choices=["recompute", "swap"], default="recompute")
+    add("--preemption", "fate of preempted KV", choices=["recompute", "swap"], default="recompute")
     host = "KV blocks in the host's memory (default: as many as KV blocks with --preemption swap, else 0)"
     add("--host-blocks", host, dest="num_host_blocks", **number)
-    alike = "compute every prompt in full, even where prompts begin alike"
-    add("--no-prefix-caching", alike, dest="prefix_caching", action="store_false")
+    add("--no-prefix-caching", "compute every prompt in full", dest="prefix_caching", action="store_false")
     add("--seed", "seed of everything random", default=0, **number)
     add("--slo-ttft", "promised time to first token: adds goodput", type=float, metavar="SECONDS")
     add("--slo-tpot", "promised mean time per token after the first", type=float, metavar="SECONDS")
@@ -84,15 +76,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m cbresearch", description="Compare batching policies.")
     commands = parser.add_subparsers(dest="command", required=True)
     real = commands.add_parser("compare", parents=[shared], help="serve a workload on a real model")
-    name = "tiny, smollm2-135m, a Hub id, or a local folder"
-    real.add_argument("--model", required=True, metavar="M", help=name)
+    real.add_argument("--model", required=True, metavar="M", help="tiny, smollm2-135m, a Hub id, or a folder")
     real.add_argument("--compile", action="store_true", help="compile the model first, for long runs")
-    real.add_argument("--trust-remote-code", action="store_true", help="run code that ships with the weights")
-    simulated = commands.add_parser("simulate", parents=[shared], help="serve a workload in the simulator")
-    cost = (
-        "seconds of a step, a token, a context token, and (a fourth number) a block copied or swapped; those"
+    real.add_argument(
+        "--trust-remote-code", action="store_true", help="run code that lies beside the weights"
     )
-    cost += " left out are 0"
+    simulated = commands.add_parser("simulate", parents=[shared], help="serve a workload in the simulator")
+    cost = "seconds of a step, a token, a context token and a copied or swapped block; those left out are 0"
     simulated.add_argument("--cost", required=True, metavar="linear:T0,T_TOKEN,T_CONTEXT", help=cost)
     return parser
 
@@ -101,8 +91,8 @@ def _reporting(options: argparse.Namespace) -> Reporting:
     for name, value in (("--seed", options.seed), ("--host-blocks", options.num_host_blocks)):
         if value is not None and value < 0:
             raise ValueError(f"{name} is {value}; it must be 0 or more")
-    is_promised = options.slo_ttft is not None or options.slo_tpot is not None
-    slo = Slo(ttft=options.slo_ttft, tpot=options.slo_tpot) if is_promised else None
+    ttft, tpot = options.slo_ttft, options.slo_tpot
+    slo = None if ttft is None and tpot is None else Slo(ttft=ttft, tpot=tpot)
     return Reporting(slo, options.price_per_hour, options.currency)
 
 
@@ -126,12 +116,13 @@ def _unfinished_folder(folder: Path) -> Iterator[Path]:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise ValueError(f"--output {str(folder)!r} is, or lies in, a file; name a folder") from None
+    try:
         with TemporaryDirectory(prefix=".unfinished-", dir=folder) as unfinished:
             yield Path(unfinished)
             for path in Path(unfinished).iterdir():
                 path.replace(folder / path.name)
-    except (FileExistsError, NotADirectoryError):
-        raise ValueError(f"--output {str(folder)!r} is, or lies in, a file; name a folder") from None
     except BaseException:
         for path in missing:
             with suppress(OSError):
@@ -139,15 +130,16 @@ def _unfinished_folder(folder: Path) -> Iterator[Path]:
         raise
 
 
-def _write(comparison: Comparison, reporting: Reporting, folder: Path, title: str) -> None:
+def _write(comparison: Comparison, reporting: Reporting, folder: Path, options: Any) -> None:
     from cbresearch import viz
 
+    title = f"{options.workload} on {getattr(options, 'model', 'the simulator')}"
     with progress_bar(4, "results", "file") as bar:
         comparison.write(folder, reporting)
         bar.update(3)
         viz.write_report(
             folder / "report.html",
-            title=title,
+            title=f"{title}: {', '.join(comparison.traces)}",
             traces=comparison.traces,
             kpi=comparison.kpi(reporting),
             predictions=[(*row, row.relative_error) for row in comparison.predictions],
@@ -167,9 +159,8 @@ def _show(comparison: Comparison, reporting: Reporting, folder: Path, *, timed: 
         if timed:
             print("Steps and bytes are counted; speed-ups compare wall-clock times, which other work moves.")
     for prompt, texts in [answer for answer in comparison.answers if len(answer[1]) > 1][:NUM_ANSWERS_SHOWN]:
-        verdict = (
-            "the same under every policy" if len(set(texts.values())) == 1 else "NOT the same everywhere"
-        )
+        is_same = len(set(texts.values())) == 1
+        verdict = "the same under every policy" if is_same else "NOT the same everywhere"
         first = next(iter(texts.values()))
         print(f"\n> {shorten(prompt, 300)}\n{shorten(first, 300)}\n[{verdict}]")
     records = [record for trace in comparison.traces.values() for record in trace.requests]
@@ -178,7 +169,7 @@ def _show(comparison: Comparison, reporting: Reporting, folder: Path, *, timed: 
     errors = {
         one.id: f"{'refused' if one.is_refused else 'failed'}: {one.error}" for one in records if one.error
     }
-    for error in islice(errors.values(), NUM_ERRORS_SHOWN):
+    for error in list(errors.values())[:NUM_ERRORS_SHOWN]:
         print(error, file=sys.stderr)
     if len(errors) > NUM_ERRORS_SHOWN:
         print(f"… and {len(errors) - NUM_ERRORS_SHOWN} more; requests.csv has them all", file=sys.stderr)

@@ -81,7 +81,7 @@ def forced_logits(
         counts = np.minimum(counts, lengths - done)
         order = attention.batch_order(done, counts)
         order = order[counts[order] > 0]
-        step = attention.PagedStep.build(cache, tables[order], done[order], counts[order])
+        step = attention.PagedStep(cache, tables[order], done[order], counts[order])
         rows = np.repeat(order, counts[order])
         wanted = np.flatnonzero(step.positions >= firsts[rows])
         logits = _logits(model, step, token_ids[rows, step.positions], wanted)
@@ -177,24 +177,18 @@ def _by_query(attend: Callable[..., Any], modules: set[torch.nn.Module]) -> Call
     steps: list[attention.PagedStep] = []
 
     def attend_alone(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *others: Any,
-        paged: attention.PagedStep | None = None,
-        **named: Any,
+        module: torch.nn.Module, *tensors: Any, paged: attention.PagedStep | None = None, **named: Any
     ) -> tuple[Tensor, None]:
         nonlocal last, steps
         if paged is None or module not in modules:
-            return attend(module, query, key, value, *others, paged=paged, **named)  # type: ignore[no-any-return]
+            return attend(module, *tensors, paged=paged, **named)  # type: ignore[no-any-return]
         if paged is not last:
             last, steps = paged, _single_steps(paged)
         # A chunk's tokens are in the order of their positions, so each finds the keys before its own written.
         outputs = []
         for at, step in enumerate(steps):
-            one = (tensor[:, :, at : at + 1] for tensor in (query, key, value))
-            outputs.append(attend(module, *one, *others, paged=step, **named)[0])
+            one = (tensor[:, :, at : at + 1] for tensor in tensors[:3])
+            outputs.append(attend(module, *one, *tensors[3:], paged=step, **named)[0])
         return torch.cat(outputs, dim=1), None
 
     return attend_alone
@@ -209,7 +203,7 @@ def _single_steps(paged: attention.PagedStep) -> list[attention.PagedStep]:
         is_stored[paged.stored.cpu().numpy()] = True
     one = np.ones(1, dtype=np.int64)
     return [
-        attention.PagedStep.build(
+        attention.PagedStep(
             paged.cache, tables[at : at + 1], paged.positions[at : at + 1], one, is_stored[at : at + 1]
         )
         for at in range(len(tables))

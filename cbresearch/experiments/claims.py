@@ -140,20 +140,19 @@ class Claims:
 
         rows = self.rows()
         with pd.option_context("display.max_colwidth", None):
-            html = table(rows).to_html(index=False, border=0)
+            html = _table(rows).to_html(index=False, border=0)
         return {"text/plain": plain(rows), "text/html": html, MIME_TYPE: {"claims": rows}}
-
-
-def table(rows: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
-    """Return rows of claims, as from `Claims.rows` and with further columns if need be, as a pandas frame."""
-    import pandas as pd
-
-    return pd.DataFrame(rows).replace({"holds": {True: "yes", False: "NO"}})
 
 
 def plain(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return rows of claims, as from `Claims.rows` and with further columns if need be, as plain text."""
-    return str(table(rows).to_string(index=False))
+    return str(_table(rows).to_string(index=False))
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
+    import pandas as pd
+
+    return pd.DataFrame(rows).replace({"holds": {True: "yes", False: "NO"}})
 
 
 def _number(value: float) -> str:

@@ -7,27 +7,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cbresearch import formulas, metrics
-from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
+from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.experiments.environment import environment, progress_bar
 from cbresearch.experiments.points import refuse_twice
 from cbresearch.experiments.simulation_error import predict_run
 from cbresearch.metrics import Reporting
+from cbresearch.model_shape import ModelShape
 from cbresearch.policies import Policy, get
 from cbresearch.request import Refusal, Request, expand
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import roomy_pool, simulate
-from cbresearch.trace import StepRecord, Trace, write_whole
+from cbresearch.trace import StepRecord, Trace, write_columns, write_whole
 from cbresearch.workloads import load, resolve_prompts
 
 if TYPE_CHECKING:
     import pandas as pd
+    from tqdm.auto import tqdm
 
     from cbresearch.models import LoadedModel
 
@@ -82,13 +84,7 @@ class Comparison:
             reporting: The SLO and the price, for goodput and the cost of tokens.
         """
         if reporting not in self._kpi:
-            self._kpi[reporting] = metrics.kpi_table(
-                self.traces,
-                self.bytes_per_token,
-                slo=reporting.slo,
-                price_per_hour=reporting.price_per_hour,
-                currency=reporting.currency,
-            )
+            self._kpi[reporting] = metrics.kpi_table(self.traces, self.bytes_per_token, reporting)
         return self._kpi[reporting]
 
     def kpi_frame(self, reporting: Reporting = _PLAIN) -> "pd.DataFrame":
@@ -111,11 +107,9 @@ class Comparison:
         """Return predicted and measured values with their relative error, as a pandas frame."""
         import pandas as pd
 
-        return pd.DataFrame(
-            [(row.predicted, row.measured, row.relative_error) for row in self.predictions],
-            index=[row.quantity for row in self.predictions],
-            columns=["predicted", "measured", "relative error"],
-        )
+        rows = [(*row, row.relative_error) for row in self.predictions]
+        frame = pd.DataFrame(rows, columns=["quantity", "predicted", "measured", "relative error"])
+        return frame.set_index("quantity").rename_axis(None)
 
     def write(self, folder: str | Path, reporting: Reporting = _PLAIN) -> None:
         """Write `results.json`, `requests.csv` and `steps.csv` into a folder, each whole or not at all.
@@ -124,22 +118,18 @@ class Comparison:
             folder: It is made if it is not there.
             reporting: The SLO and the price, for goodput and the cost of tokens.
         """
-        import pandas as pd
-
-        runs = []
-        for trace in self.traces.values():
-            measured = metrics.summary(
-                trace, self.bytes_per_token, slo=reporting.slo, price_per_hour=reporting.price_per_hour
-            )
-            runs.append({**trace.to_json(), "metrics": measured})
+        runs = [
+            {**trace.to_json(), "metrics": metrics.summary(trace, self.bytes_per_token, reporting)}
+            for trace in self.traces.values()
+        ]
         rows = [{**row._asdict(), "relative_error": row.relative_error} for row in self.predictions]
         results = {"environment": dict(self.environment), "runs": runs, "predictions": rows}
         # On one line, for the tokens are millions: json writes that five times as fast as indented lines.
         write_whole(Path(folder, "results.json"), json.dumps(results, allow_nan=False) + "\n")
-        for name, frame_of in (("requests", Trace.requests_frame), ("steps", Trace.steps_frame)):
-            frames = {policy: frame_of(trace) for policy, trace in self.traces.items()}
-            table = pd.concat(frames, names=["policy"]).droplevel(1)
-            write_whole(Path(folder, f"{name}.csv"), table.to_csv(lineterminator="\n"))
+        columns = {policy: trace.request_columns for policy, trace in self.traces.items()}
+        write_columns(Path(folder, "requests.csv"), columns, "policy")
+        columns = {policy: trace.step_columns for policy, trace in self.traces.items()}
+        write_columns(Path(folder, "steps.csv"), columns, "policy")
 
 
 def compare(
@@ -190,8 +180,8 @@ def compare(
     limits = scheduler or SchedulerConfig()
     pool = cache if isinstance(cache, CacheConfig) else (cache or default_cache)(requests, limits, shape)
     facts: dict[str, object] = {"workload": label, "seed": seed}
+    traces = {}
     if cost is not None:
-        traces = {}
         for policy in built:
             # Many steps are taken at once, so that the run is over before a bar is of use.
             with progress_bar(len(requests), policy.name, "request") as bar:
@@ -200,9 +190,16 @@ def compare(
         stamp = environment(**facts, cost=repr(cost))
         return Comparison(traces, stamp, tuple(requests), predictions=tuple(predictions(traces)))
     assert loaded is not None
-    traces, num_pool_bytes = _served(requests, built, limits, pool, loaded, seed, compile)
+    from cbresearch.engine import ModelExecutor
+
+    for policy in built:
+        executor = ModelExecutor(loaded, limits, pool, seed=seed, compile=compile)
+        executor.warm_up()
+        with progress_bar(len(requests), policy.name, "request") as bar:
+            mechanism = Scheduler(policy, limits, pool)
+            traces[policy.name] = serve(requests, mechanism, executor, on_step=_shown_on(bar))
     bytes_per_token = formulas.kv_bytes_per_token(loaded.shape)
-    size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, num_pool_bytes)
+    size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, executor.cache.num_bytes)
     facts |= {"device": loaded.model.device, "dtype": loaded.model.dtype, "compiled": compile}
     threads = os.environ.get("OMP_NUM_THREADS", "default")
     return Comparison(
@@ -280,39 +277,20 @@ def predictions(traces: Mapping[str, Trace]) -> list[Prediction]:
 
 def _advice(*arguments: object, both: bool) -> str:
     """Return what to write in the place of a call that compare cannot make sense of."""
-    given = ", ".join(map(reprlib.repr, arguments))
-    problem = "with both model and cost" if both else "without model or cost"
-    return (
-        f"compare({given}) {problem}: the workload comes first, the policies second, and all else by name; "
-        'write compare("chat24", ["static", "fcfs"], model="tiny") to run a model, or '
-        'compare("chat24", ["static", "fcfs"], cost=Linear(0.01)) to simulate'
-    )
+    given, problem = ", ".join(map(reprlib.repr, arguments)), "both model and" if both else "no model or"
+    call = 'compare("chat24", ["static", "fcfs"],'
+    order = "the workload comes first, the policies second, and all else by name"
+    return f'compare({given}) has {problem} cost; {order}: {call} model="tiny") or {call} cost=Linear(0.01))'
 
 
-def _served(
-    requests: Requests,
-    policies: Sequence[Policy],
-    limits: SchedulerConfig,
-    pool: CacheConfig,
-    loaded: "LoadedModel",
-    seed: int,
-    compile: bool,
-) -> tuple[dict[str, Trace], int]:
-    """Return the runs on a model, each in a pool of its own, and the bytes of such a pool."""
-    from cbresearch.engine import ModelExecutor
+def _shown_on(bar: "tqdm[Any]") -> Callable[[StepRecord], None]:
+    """Return what a run calls with each step's record, to move a progress bar of its requests."""
 
     def advance(record: StepRecord) -> None:
         bar.update(len(record.finished))
         bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
 
-    traces, num_pool_bytes = {}, 0
-    for policy in policies:
-        executor = ModelExecutor(loaded, limits, pool, seed=seed, compile=compile)
-        executor.warm_up()
-        num_pool_bytes = executor.cache.num_bytes
-        with progress_bar(len(requests), policy.name, "request") as bar:
-            traces[policy.name] = serve(requests, Scheduler(policy, limits, pool), executor, on_step=advance)
-    return traces, num_pool_bytes
+    return advance
 
 
 def _loaded(model: "str | LoadedModel", trust_remote_code: bool) -> "LoadedModel":

@@ -11,12 +11,10 @@ from tqdm.auto import tqdm
 
 def environment(**facts: object) -> dict[str, str]:
     """Return what a result depends on beside its inputs: versions, platform, cores, and the given facts."""
-    packages = {}
-    for name in ("cbresearch", "torch", "triton", "transformers", "numpy"):
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = "not installed"
+    packages = {
+        name: next((found.version for found in metadata.distributions(name=name)), "not installed")
+        for name in ("cbresearch", "torch", "triton", "transformers", "numpy")
+    }
     return {
         **{name: str(value) for name, value in facts.items()},
         "python": platform.python_version(),

@@ -101,6 +101,7 @@ def _is_installed(module: str | None) -> bool:
     found = sys.modules.get(module or "")
     if found is None or module == "__main__":
         return False
-    path, paths = getattr(found, "__file__", None), sysconfig.get_paths()
-    folders = (_PACKAGE, *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+    path: str | None = getattr(found, "__file__", None)
+    paths = sysconfig.get_paths()
+    folders = (str(_PACKAGE), *(paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
     return path is None or any(Path(path).is_relative_to(folder) for folder in folders)

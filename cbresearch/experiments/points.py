@@ -9,7 +9,7 @@ import numpy as np
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.metrics import Slo, goodput, slo_attainment, summary
+from cbresearch.metrics import Reporting, Slo, summary
 from cbresearch.policies import Policy
 from cbresearch.request import Refusal, Request, expand
 from cbresearch.simulator import simulate
@@ -58,12 +58,7 @@ def measure(point: Point, key: str = "") -> dict[str, float | int | None]:
         point: All that the run depends on.
         key: Its hash, by which `joblib.Memory` knows the run.
     """
-    trace = serve_point(point)
-    measured = summary(trace)
-    if point.slo is not None:
-        measured["slo_attainment"] = slo_attainment(trace, point.slo)
-        measured["goodput_requests_per_s"] = goodput(trace, point.slo)
-    return measured
+    return summary(serve_point(point), reporting=Reporting(point.slo))
 
 
 def count_kept(point: Point) -> tuple[int, int]:

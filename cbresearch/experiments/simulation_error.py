@@ -56,15 +56,14 @@ def simulation_error(measured: Trace, predicted: Trace) -> SimulationError:
     real_span, span = metrics.makespan(measured), metrics.makespan(predicted)
     if real_span is None or span is None or any(one.id != other.id for one, other in pairs):
         raise ValueError("the two runs did not serve the same requests, or answered none")
-    latencies = [(one.latency, other.latency) for one, other in pairs]
-    ttfts = [(one.ttft, other.ttft) for one, other in pairs]
+
+    def errors(name: str) -> tuple[float, ...]:
+        both = ((getattr(one, name), getattr(other, name)) for one, other in pairs)
+        return tuple(ours / real - 1 for real, ours in both if real and ours)
+
     plans = [one.plan == other.plan for one, other in zip(measured.steps, predicted.steps, strict=False)]
-    return SimulationError(
-        tuple(ours / real - 1 for real, ours in latencies if real and ours),
-        tuple(ours / real - 1 for real, ours in ttfts if real and ours),
-        span / real_span - 1,
-        sum(plans) / max(len(measured.steps), len(predicted.steps)),
-    )
+    share = sum(plans) / max(len(measured.steps), len(predicted.steps))
+    return SimulationError(errors("latency"), errors("ttft"), span / real_span - 1, share)
 
 
 def predict_run(

@@ -16,9 +16,10 @@ from cbresearch.experiments.environment import environment, progress_bar
 from cbresearch.experiments.fingerprint import fingerprint, package_fingerprint
 from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, refuse_twice, run_all
 from cbresearch.metrics import Slo, mean_interval
-from cbresearch.policies import Policy, get, suggestion
+from cbresearch.names import suggestion
+from cbresearch.policies import Policy, get
 from cbresearch.simulator import UNIT_STEP
-from cbresearch.trace import write_csv, write_json
+from cbresearch.trace import write_json, write_whole
 from cbresearch.workloads import find
 
 if TYPE_CHECKING:
@@ -52,15 +53,11 @@ class Run:
     metrics: Mapping[str, float | int | None]
     error: str | None = None
 
-    @property
-    def cell(self) -> dict[str, Any]:
-        """Return what the run has in common with those of other seeds; no pool is None throughout."""
-        limits = {name: getattr(self.scheduler, name, getattr(self.cache, name, None)) for name in _LIMITS}
-        return {"workload": self.workload, "policy": self.policy, **limits}
-
     def row(self) -> dict[str, Any]:
-        """Return the run as one flat row."""
-        return {**self.cell, "seed": self.seed, **self.metrics, "error": self.error}
+        """Return the run as one flat row; without a pool its limits are None."""
+        limits = {name: getattr(self.scheduler, name, getattr(self.cache, name, None)) for name in _LIMITS}
+        labels = {"workload": self.workload, "policy": self.policy}
+        return {**labels, **limits, "seed": self.seed, **self.metrics, "error": self.error}
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,9 +123,13 @@ class SweepResult:
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write `runs.csv` and `results.json` into a folder, each whole or not at all."""
+        import pandas as pd
+
         folder = Path(folder)
         rows = [run.row() for run in self.runs]
-        write_csv(folder / "runs.csv", self.columns, rows)
+        # As objects, so that a missing count does not turn the others into floats.
+        table = pd.DataFrame(rows, columns=list(self.columns), dtype=object)
+        write_whole(folder / "runs.csv", table.to_csv(index=False, lineterminator="\n"))
         write_json(folder / "results.json", {"environment": dict(self.environment), "runs": rows})
 
 
@@ -212,16 +213,10 @@ def sweep(
             if num_failed:
                 bar.set_postfix(failed=num_failed, refresh=False)
             bar.update()
-    return SweepResult(
-        runs=tuple(runs),
-        environment=environment(
-            # An address says nothing to a reader.
-            cost=re.sub(r" at 0x[0-9a-fA-F]+", "", repr(cost)),
-            slo=slo,
-            seeds=" ".join(map(str, numbers)),
-        ),
-        num_computed=len(points) - num_kept,
-    )
+    # An address says nothing to a reader.
+    facts = {"cost": re.sub(r" at 0x[0-9a-fA-F]+", "", repr(cost)), "slo": slo}
+    stamp = environment(**facts, seeds=" ".join(map(str, numbers)))
+    return SweepResult(tuple(runs), stamp, len(points) - num_kept)
 
 
 def _labelled(given: Any, label_of: Callable[[Any], str | None], what: str) -> dict[str, Any]:
@@ -278,9 +273,9 @@ def _several(given: Any, single: Any, what: str) -> list[Any]:
     things = [given] if isinstance(given, single) else list(given)
     if not things:
         raise ValueError(f"no {what} is given; give at least one")
-    for thing in things:
-        if not isinstance(thing, single):
-            raise ValueError(f"the {what} is {thing!r}, which is of another kind")
+    strange = [thing for thing in things if not isinstance(thing, single)]
+    if strange:
+        raise ValueError(f"the {what} is {strange[0]!r}, which is of another kind")
     refuse_twice(things, what)
     return things
 

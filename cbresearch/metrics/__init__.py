@@ -47,13 +47,11 @@ from cbresearch.metrics.intervals import (
 )
 from cbresearch.metrics.queues import mean_in_system, mean_queue_length, residence_time, without_warm_up
 from cbresearch.metrics.slo import Slo, fluidity_index, goodput, slo_attainment
-from cbresearch.metrics.reporting import Reporting
 from cbresearch.metrics.tables import KpiRow, kpi_table, summary
 
 __all__ = [
     "Interval",
     "KpiRow",
-    "Reporting",
     "Slo",
     "Summary",
     "TokenCounts",

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from cbresearch import metrics
-from cbresearch.metrics import KpiRow, Reporting, Slo
+from cbresearch.metrics import KpiRow, Slo
 from cbresearch.trace import Trace, write_whole
 from cbresearch.viz import figures, words
 from cbresearch.viz.dispatcher import questions
@@ -60,7 +60,9 @@ def write_report(
     environment: Mapping[str, str] | None = None,
     note: str = "",
     bytes_per_token: int | None = None,
-    reporting: Reporting | None = None,
+    slo: Slo | None = None,
+    price_per_hour: float | None = None,
+    currency: str = "USD",
 ) -> Path:
     """Write one HTML file that shows the runs: a dispatcher's three questions, tables, the player, figures.
 
@@ -78,14 +80,15 @@ def write_report(
         environment: What the runs ran on: names and values.
         note: A sentence below the title.
         bytes_per_token: KV bytes of one token; without it memory is given in tokens.
-        reporting: The SLO, for goodput, and the price of an hour, without which tokens cost hours.
+        slo: What was promised to the clients; without it there is no goodput.
+        price_per_hour: What an hour of the machine costs; without it the cost of tokens is given in hours.
+        currency: Of the price.
 
     Raises:
-        ValueError: There is no run, a row has the wrong number of values.
+        ValueError: There is no run, a row has the wrong number of values, or the price is below 0.
     """
     if not traces:
         raise ValueError("there is no run to report; give at least one trace")
-    terms = reporting or Reporting()
     key_figures = [_kpi_row(row, len(traces)) for row in kpi]
     compared = [_prediction(row) for row in predictions]
     html = render(
@@ -97,9 +100,9 @@ def write_report(
         questions=questions(
             traces,
             bytes_per_token=bytes_per_token,
-            slo=terms.slo,
-            price_per_hour=terms.price_per_hour,
-            currency=terms.currency,
+            slo=slo,
+            price_per_hour=price_per_hour,
+            currency=currency,
         ),
         kpi=key_figures,
         predictions=compared,

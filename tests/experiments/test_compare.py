@@ -87,9 +87,9 @@ def test_any_pool_can_be_given_a_contiguous_one_too():
 @pytest.mark.parametrize(
     ("arguments", "options", "said"),
     [
-        (("tiny", "chat24"), {}, "compare('tiny', 'chat24') without model or cost"),
-        (("tiny", "chat24", ["fcfs"]), {}, "compare('tiny', 'chat24', ['fcfs']) without model or cost"),
-        (("chat24", ["fcfs"]), {"model": "tiny", "cost": UNIT}, "with both model and cost"),
+        (("tiny", "chat24"), {}, "compare('tiny', 'chat24') has no model or cost"),
+        (("tiny", "chat24", ["fcfs"]), {}, "compare('tiny', 'chat24', ['fcfs']) has no model or cost"),
+        (("chat24", ["fcfs"]), {"model": "tiny", "cost": UNIT}, "has both model and cost"),
         (("chat24", ["fcfs"], UNIT), {"cost": UNIT}, "all else by name"),
     ],
     ids=["old order", "old order, policies", "both", "without a name"],
