@@ -115,7 +115,7 @@ def test_simulate_writes_the_files_that_others_script_against(simulated):
     judge_shape(simulated, POLICIES, len(LINES))
 
 
-def test_a_malformed_line_costs_nobody_else_and_is_named_by_its_number(simulated):
+def test_a_malformed_line_of_a_workload_is_refused_alone_by_its_number(simulated):
     for run in simulated.runs.values():
         assert [request["id"] for request in run["requests"]] == ["a", "b", "2", "3"]
         assert [request["error"] is None for request in run["requests"]] == [True, True, False, True]
@@ -138,9 +138,7 @@ def test_csv_columns_have_units_and_undefined_cells_are_empty(simulated):
     assert single["tpot_s"] == "" != single["ttft_s"]
 
 
-def test_the_same_command_writes_the_same_bytes_in_another_process_and_no_progress_where_it_is_off(
-    simulated, tmp_path
-):
+def test_simulate_writes_the_same_bytes_in_another_process(simulated, tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "cbresearch", *simulate_arguments(simulated.folder, tmp_path / "again")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7", "TQDM_DISABLE": "1"},
@@ -357,8 +355,8 @@ def test_counts_are_printed_whole(capsys, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def nobody_fits(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("nobody")
+def none_fits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("none")
     workload(folder)
     status = main(
         simulate_arguments(folder, num_blocks=1, block_size=1, workload=workload(folder, LINES[:3]))
@@ -366,19 +364,19 @@ def nobody_fits(tmp_path_factory):
     return SimpleNamespace(folder=folder, status=status, **vars(read(folder / "output")))
 
 
-def test_a_pool_too_small_for_anyone_ends_with_status_1_and_the_reasons_in_the_results(nobody_fits):
-    assert nobody_fits.status == 1
-    assert files(nobody_fits.folder / "output") == FILES
-    judge_shape(nobody_fits, POLICIES, 3)
-    for run in nobody_fits.runs.values():
+def test_a_pool_too_small_for_any_request_ends_with_status_1_and_the_reasons_in_the_results(none_fits):
+    assert none_fits.status == 1
+    assert files(none_fits.folder / "output") == FILES
+    judge_shape(none_fits, POLICIES, 3)
+    for run in none_fits.runs.values():
         assert [len(request["error"]) > 0 for request in run["requests"]] == [True] * 3
         for request in run["requests"][:2]:
             assert "num_blocks" in request["error"]
             assert repr(request["id"]) in request["error"]
 
 
-def test_a_metric_of_nobody_is_null_and_its_count_is_zero(nobody_fits):
-    for run in nobody_fits.runs.values():
+def test_a_metric_of_no_request_is_null_and_its_count_is_zero(none_fits):
+    for run in none_fits.runs.values():
         numbers = {name: value for name, value in run["metrics"].items() if value is not None}
         assert numbers.pop("num_requests") == numbers.pop("num_refused") == 3
         assert set(numbers.values()) == {0}
@@ -386,8 +384,8 @@ def test_a_metric_of_nobody_is_null_and_its_count_is_zero(nobody_fits):
         assert "output_throughput_tokens_per_s" in set(run["metrics"]) - set(numbers)
 
 
-def test_a_csv_without_rows_still_has_its_header(nobody_fits, simulated):
-    with (nobody_fits.folder / "output" / "steps.csv").open() as file:
+def test_a_csv_without_rows_still_has_its_header(none_fits, simulated):
+    with (none_fits.folder / "output" / "steps.csv").open() as file:
         assert next(csv.reader(file), None) == list(simulated.steps[0])
 
 

@@ -312,7 +312,7 @@ def kept(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_whatever_a_run_depends_on_makes_it_another(kept, what):
+def test_sweep_computes_a_run_anew_if_anything_it_depends_on_changed(kept, what):
     assert sweep(**{**kept, **CHANGES[what]}).num_computed == 1
     assert sweep(**{**kept, **CHANGES[what]}).num_computed == 0
 
