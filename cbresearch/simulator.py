@@ -209,7 +209,7 @@ def simulate(
     if isinstance(requests, str):
         raise TypeError(
             f"the requests are {requests!r}; give a list of them, such as workloads.load({requests!r}, rng), "
-            "or ask compare"
+            "or ask compare(workload, policies, cost=...)"
         )
     requests = list(requests)
     limits = scheduler or SchedulerConfig()

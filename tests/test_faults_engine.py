@@ -12,7 +12,7 @@ from sampling_cases import EOS, plain_answer, small_model
 from cbresearch import export, metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
-from cbresearch.experiments import compare, compare_simulated
+from cbresearch.experiments import compare
 from cbresearch.request import Request, SamplingParams, TokenLogprobs
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
@@ -284,7 +284,7 @@ def test_a_comparison_serves_each_of_several_answers(small, tmp_path):
         '{"id": "a", "prompt": [8, 9, 10, 11], "max_tokens": 6, "n": 3, "seed": 5, "temperature": 1.0}\n'
         '{"id": "b", "prompt": [8, 9], "max_tokens": 2}\n'
     )
-    real = compare(small, str(workload), ["fcfs", "static"])
+    real = compare(str(workload), ["fcfs", "static"], model=small)
     expected = {f"a/{k}": plain_answer(small, hot("x", (8, 9, 10, 11), 6, seed=5 + k))[0] for k in range(3)}
     assert len(set(expected.values())) == 3
     for trace in real.traces.values():
@@ -293,7 +293,7 @@ def test_a_comparison_serves_each_of_several_answers(small, tmp_path):
     assert [set(texts.values()) for _, texts in real.answers[:3]] == [
         {small.decode(tokens)} for tokens in expected.values()
     ]
-    simulated = compare_simulated(str(workload), ["fcfs"], cost=UNIT_STEP).traces["fcfs"]
+    simulated = compare(str(workload), ["fcfs"], cost=UNIT_STEP).traces["fcfs"]
     assert [len(record.tokens) for record in simulated.requests] == [6, 6, 6, 2]
 
 

@@ -1,24 +1,19 @@
-"""How far a model's logits drift with the shape of the batch, and how to compute them so that they do not."""
+"""How far a model's logits vary with the shape of the batch, and how to compute them so that they do not."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import Embedding, Linear
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from cbresearch.attention import (
-    ATTENTION_NAME,
-    PagedCache,
-    PagedStep,
-    batch_order,
-    choose_backend,
-    paged_model,
-)
+from cbresearch import attention
 from cbresearch.config import CacheConfig
 from cbresearch.models import LoadedModel, layer_windows
 
@@ -59,18 +54,10 @@ def forced_logits(
                 f"sequence {place} has {len(sequence)} tokens; num_outputs is {num_outputs}, "
                 "and must be 1 or more but at most that"
             )
-    size = batch_size or len(sequences)
-    groups = [sequences[begin : begin + size] for begin in range(0, len(sequences), size)]
-    return torch.cat([_forced_group(loaded, group, num_outputs, chunk, block_size) for group in groups])
-
-
-def _forced_group(
-    loaded: LoadedModel,
-    sequences: Sequence[Sequence[int]],
-    num_outputs: int,
-    chunk: int | None,
-    block_size: int,
-) -> Tensor:
+    if batch_size is not None and batch_size < len(sequences):
+        groups = [sequences[at : at + batch_size] for at in range(0, len(sequences), batch_size)]
+        how: dict[str, Any] = {"chunk": chunk, "block_size": block_size}
+        return torch.cat([forced_logits(loaded, group, num_outputs, **how) for group in groups])
     model = loaded.model
     lengths = np.array([len(sequence) for sequence in sequences])
     token_ids = np.zeros((len(sequences), lengths.max()), dtype=np.int64)
@@ -78,11 +65,11 @@ def _forced_group(
         row[: len(sequence)] = sequence
     width = -(-token_ids.shape[1] // block_size)
     tables = np.arange(len(sequences) * width).reshape(-1, width)
-    cache = PagedCache(
+    cache = attention.PagedCache(
         loaded.shape,
         CacheConfig(tables.size, block_size),
         windows=layer_windows(model.config, loaded.shape.num_layers),
-        backend=choose_backend(None, loaded.shape, model.device),
+        backend=attention.choose_backend(None, loaded.shape, model.device),
         dtype=model.dtype,
         device=model.device,
     )
@@ -92,31 +79,31 @@ def _forced_group(
     while (done < lengths).any():
         counts = np.full_like(lengths, chunk) if chunk else np.where(done, 1, firsts + 1)
         counts = np.minimum(counts, lengths - done)
-        order = batch_order(done, counts)
+        order = attention.batch_order(done, counts)
         order = order[counts[order] > 0]
-        step = PagedStep(cache, tables[order], done[order], counts[order])
+        step = attention.PagedStep(cache, tables[order], done[order], counts[order])
         rows = np.repeat(order, counts[order])
         wanted = np.flatnonzero(step.positions >= firsts[rows])
-        logits = _logits(loaded, step, token_ids[rows, step.positions], wanted)
+        logits = _logits(model, step, token_ids[rows, step.positions], wanted)
         for row, its_logits in zip(rows[wanted].tolist(), logits, strict=True):
             found[row].append(its_logits)
         done += counts
     return torch.stack([torch.stack(of_one) for of_one in found])
 
 
-def _logits(loaded: LoadedModel, step: PagedStep, token_ids: np.ndarray, places: np.ndarray) -> Tensor:
+def _logits(
+    model: PreTrainedModel,
+    step: attention.PagedStep,
+    token_ids: npt.NDArray[np.int64],
+    places: npt.NDArray[np.int64],
+) -> Tensor:
     """Return the logits at some places of a step, `[num_places, vocab_size]`."""
-    model = loaded.model
-    # Models take no places for "all", so a step whose logits nobody wants computes one.
-    keep = torch.from_numpy(places if len(places) else np.zeros(1, dtype=np.int64))
-    with paged_model(model):
-        logits = model(
-            input_ids=torch.from_numpy(token_ids)[None].to(model.device),
-            position_ids=torch.from_numpy(step.positions)[None].to(model.device),
-            use_cache=False,
-            logits_to_keep=keep.to(model.device),
-            paged=step,
-        ).logits[0, : len(places)]
+    # Models take no places for "all", so a step of which no logits are wanted computes one.
+    keep = places if len(places) else np.zeros(1, dtype=np.int64)
+    arrays = {"input_ids": token_ids[None], "position_ids": step.positions[None], "logits_to_keep": keep}
+    inputs = {name: torch.from_numpy(array).to(model.device) for name, array in arrays.items()}
+    with attention.paged_model(model):
+        logits: Tensor = model(**inputs, use_cache=False, paged=step).logits[0, : len(places)]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
 
 
@@ -153,20 +140,20 @@ def batch_invariant(loaded: LoadedModel, num_rows: int = 16) -> Iterator[None]:
             )
     # What has no parts maps rows to rows. Embeddings only look up, and are called with token ids.
     leaves = [leaf for leaf in modules if not any(leaf.children()) and not isinstance(leaf, Embedding)]
-    attend = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
+    attend = ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME]
     own = [vars(leaf).get("forward") for leaf in leaves]
     try:
-        ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = _by_query(attend, set(modules))
+        ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME] = _by_query(attend, set(modules))
         for leaf in leaves:
-            leaf.forward = _in_tiles(leaf.forward, num_rows if isinstance(leaf, Linear) else 1)  # type: ignore[method-assign]
+            leaf.forward = _in_tiles(leaf.forward, num_rows if isinstance(leaf, Linear) else 1)
         yield
     finally:
-        ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] = attend
+        ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME] = attend
         for leaf, forward in zip(leaves, own, strict=True):
             if forward is None:
                 vars(leaf).pop("forward", None)
             else:
-                leaf.forward = forward  # type: ignore[method-assign]
+                leaf.forward = forward
 
 
 def _in_tiles(forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
@@ -178,7 +165,7 @@ def _in_tiles(forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
             return forward(rows, *others, **named)
         flat = rows.reshape(-1, rows.shape[-1])
         filled = pad(flat, (0, 0, 0, -len(flat) % num_rows))
-        done = torch.cat([forward(tile) for tile in filled.split(num_rows)])
+        done = torch.cat([forward(tile) for tile in torch.split(filled, num_rows)])
         return done[: len(flat)].view(*rows.shape[:-1], -1)
 
     return in_tiles
@@ -186,41 +173,28 @@ def _in_tiles(forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
 
 def _by_query(attend: Callable[..., Any], modules: set[torch.nn.Module]) -> Callable[..., Any]:
     """Return an attention function that calls `attend` for each query alone, in the layers of one model."""
-    last: PagedStep | None = None
-    steps: list[PagedStep] = []
+    last: attention.PagedStep | None = None
+    steps: list[attention.PagedStep] = []
 
-    def attention(
-        module: torch.nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        paged: PagedStep | None = None,
-        **others: object,
+    def attend_alone(
+        module: torch.nn.Module, *tensors: Any, paged: attention.PagedStep | None = None, **named: Any
     ) -> tuple[Tensor, None]:
         nonlocal last, steps
         if paged is None or module not in modules:
-            return attend(module, query, key, value, attention_mask, paged=paged, **others)
+            return attend(module, *tensors, paged=paged, **named)  # type: ignore[no-any-return]
         if paged is not last:
             last, steps = paged, _single_steps(paged)
         # A chunk's tokens are in the order of their positions, so each finds the keys before its own written.
-        outputs = [
-            attend(
-                module,
-                *(tensor[:, :, place : place + 1] for tensor in (query, key, value)),
-                attention_mask,
-                paged=step,
-                **others,
-            )[0]
-            for place, step in enumerate(steps)
-        ]
+        outputs = []
+        for at, step in enumerate(steps):
+            one = (tensor[:, :, at : at + 1] for tensor in tensors[:3])
+            outputs.append(attend(module, *one, *tensors[3:], paged=step, **named)[0])
         return torch.cat(outputs, dim=1), None
 
-    return attention
+    return attend_alone
 
 
-def _single_steps(paged: PagedStep) -> list[PagedStep]:
+def _single_steps(paged: attention.PagedStep) -> list[attention.PagedStep]:
     """Return a step for each token of a step."""
     tables = np.repeat(paged.block_tables, paged.num_tokens, axis=0)
     is_stored = np.ones(len(tables), dtype=bool)
@@ -229,6 +203,8 @@ def _single_steps(paged: PagedStep) -> list[PagedStep]:
         is_stored[paged.stored.cpu().numpy()] = True
     one = np.ones(1, dtype=np.int64)
     return [
-        PagedStep(paged.cache, tables[at : at + 1], paged.positions[at : at + 1], one, is_stored[at : at + 1])
+        attention.PagedStep(
+            paged.cache, tables[at : at + 1], paged.positions[at : at + 1], one, is_stored[at : at + 1]
+        )
         for at in range(len(tables))
     ]

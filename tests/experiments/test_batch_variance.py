@@ -9,7 +9,7 @@ from cbresearch import models
 from cbresearch.attention import ATTENTION_NAME, attention_function
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
-from cbresearch.engine.drift import batch_invariant, forced_logits
+from cbresearch.experiments.batch_variance import batch_invariant, forced_logits
 from cbresearch.policies import get
 from cbresearch.request import Request, SamplingParams
 from cbresearch.scheduler import Scheduler

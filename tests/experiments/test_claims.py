@@ -10,7 +10,7 @@ import pytest
 from hygiene import ROOT
 
 from cbresearch import Claims, formulas
-from cbresearch.claims import MIME_TYPE
+from cbresearch.experiments.claims import MIME_TYPE
 
 
 def made(*claims: dict) -> Claims:

@@ -122,7 +122,7 @@ def test_attainment_that_rises_with_the_rate_is_told():
         ({"max_doublings": 0}, "max_doublings is 0"),
         ({"seeds": []}, "no seed"),
         ({"policy": "fcsf"}, "'fcfs'"),
-        ({"workload": lambda rate, rng: []}, "draws nobody at 1 requests/s"),
+        ({"workload": lambda rate, rng: []}, "draws no request at 1 requests/s"),
     ],
 )
 def test_what_cannot_be_searched_is_refused_with_the_value(changes, said):

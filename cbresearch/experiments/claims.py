@@ -1,14 +1,14 @@
 """Claims: what was predicted, what was measured, and how far apart the two may be."""
 
-import html
 import math
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 MIME_TYPE = "application/vnd.cbresearch.claims+json"
 """Under this type a notebook keeps its claims in its outputs, where `tests/collect_claims.py` finds them."""
-
-_HEADINGS = ("claim", "unit", "predicted", "measured", "error", "tolerance", "holds")
 
 
 class Claim(NamedTuple):
@@ -61,9 +61,7 @@ class Claim(NamedTuple):
             value = 0.0
         rounded = float(f"{value * scale:.2g}")
         sign = "+" if signed and rounded > 0 else ""
-        text = f"{sign}{_number(rounded)}"
-        unit = self.unit if self.is_absolute else "%"
-        return f"{text} {unit}".rstrip()
+        return f"{sign}{_number(rounded)} {self.unit if self.is_absolute else '%'}".rstrip()
 
 
 class Claims:
@@ -138,41 +136,23 @@ class Claims:
         return [claim.row() for claim in self._claims]
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        import pandas as pd
+
         rows = self.rows()
-        return {"text/plain": plain(rows), "text/html": _table(rows), MIME_TYPE: {"claims": rows}}
+        with pd.option_context("display.max_colwidth", None):
+            html = _table(rows).to_html(index=False, border=0)
+        return {"text/plain": plain(rows), "text/html": html, MIME_TYPE: {"claims": rows}}
 
 
-def plain(rows: list[dict[str, Any]], extra: tuple[str, ...] = ()) -> str:
-    """Return rows of claims as a table of plain text.
-
-    Args:
-        rows: As from `Claims.rows`.
-        extra: Headings of what each row has before the claim.
-    """
-    headings = (*extra, *_HEADINGS)
-    cells = [headings, *([_text(row[heading]) for heading in headings] for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    numeric = {"predicted", "measured", "error", "tolerance"}
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if heading in numeric else cell.ljust(width)
-            for heading, cell, width in zip(headings, line, widths, strict=True)
-        ).rstrip()
-        for line in cells
-    )
+def plain(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return rows of claims, as from `Claims.rows` and with further columns if need be, as plain text."""
+    return str(_table(rows).to_string(index=False))
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    heads = "".join(f"<th>{heading}</th>" for heading in _HEADINGS)
-    lines = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(_text(row[heading]))}</td>" for heading in _HEADINGS) + "</tr>"
-        for row in rows
-    )
-    return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>"
+def _table(rows: Sequence[Mapping[str, Any]]) -> "pd.DataFrame":
+    import pandas as pd
 
-
-def _text(value: Any) -> str:
-    return ("yes" if value else "NO") if isinstance(value, bool) else str(value)
+    return pd.DataFrame(rows).replace({"holds": {True: "yes", False: "NO"}})
 
 
 def _number(value: float) -> str:

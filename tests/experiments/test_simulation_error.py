@@ -15,8 +15,13 @@ from cbresearch import (
     policies,
     simulate,
 )
-from cbresearch.costs import Replayed
-from cbresearch.experiments.fidelity import Paced, fidelity, predict_run
+from cbresearch.costs import Recorded
+from cbresearch.experiments.simulation_error import (
+    DriftCorrectedExecutor,
+    calibration_probe,
+    predict_run,
+    simulation_error,
+)
 from cbresearch.serve import serve
 
 LIMITS, POOL = SchedulerConfig(4, 64), CacheConfig(24)
@@ -36,8 +41,8 @@ def test_a_run_is_predicted_exactly_from_its_own_durations(policy):
     trace = simulate(given, policy, cost=Linear(0.01, 0.001), scheduler=LIMITS, cache=POOL)
     # The lengths come from the run, not from what the requests say.
     hidden = [replace(request, output_length=None) for request in given]
-    predicted = predict_run(trace, hidden, Replayed(step.duration for step in trace.steps))
-    found = fidelity(trace, predicted)
+    predicted = predict_run(trace, hidden, Recorded(step.duration for step in trace.steps))
+    found = simulation_error(trace, predicted)
     assert set(found.latency) | set(found.ttft) | {found.makespan} == {0.0}
     assert found.equal_plans == 1
     assert len(found.latency) == len(given)
@@ -45,10 +50,12 @@ def test_a_run_is_predicted_exactly_from_its_own_durations(policy):
 
 def test_the_errors_are_those_of_the_prediction_relative_to_the_measurement():
     trace = simulate(requests(0.0), cost=Linear(0.01), scheduler=LIMITS, cache=POOL)
-    found = fidelity(trace, predict_run(trace, requests(0.0), Linear(0.015)))
+    found = simulation_error(trace, predict_run(trace, requests(0.0), Linear(0.015)))
     np.testing.assert_allclose([*found.latency, *found.ttft, found.makespan], 0.5)
     assert found.equal_plans == 1
-    apart = fidelity(trace, simulate(requests(0.0), cost=Linear(0.01), scheduler=SchedulerConfig(2, 64)))
+    apart = simulation_error(
+        trace, simulate(requests(0.0), cost=Linear(0.01), scheduler=SchedulerConfig(2, 64))
+    )
     assert apart.equal_plans < 0.1
 
 
@@ -56,10 +63,10 @@ def test_runs_of_different_requests_are_not_compared():
     trace = simulate(requests(0.0), scheduler=LIMITS)
     others = [replace(request, id=f"x{request.id}") for request in requests(0.0)]
     with pytest.raises(ValueError, match="did not serve the same requests"):
-        fidelity(trace, simulate(others, scheduler=LIMITS))
+        simulation_error(trace, simulate(others, scheduler=LIMITS))
 
 
-def test_paced_durations_do_not_follow_the_speed_of_the_computer():
+def test_drift_corrected_durations_do_not_follow_the_speed_of_the_computer():
     class Uneven(CostExecutor):
         """An executor on a computer that is three times slower from its tenth step on."""
 
@@ -70,7 +77,7 @@ def test_paced_durations_do_not_follow_the_speed_of_the_computer():
 
     uneven = Uneven(Linear(0.01, 0.001))
     uneven.speed = 1
-    paced = Paced(uneven, lambda: 0.002 * uneven.speed, 0.002)
+    paced = DriftCorrectedExecutor(uneven, lambda: 0.002 * uneven.speed, 0.002)
     trace = serve(requests(0.0), Scheduler(policies.get("fcfs"), LIMITS, POOL), paced)
     even = simulate(requests(0.0), cost=Linear(0.01, 0.001), scheduler=LIMITS, cache=POOL)
     ratios = np.array([a.duration / b.duration for a, b in zip(trace.steps, even.steps, strict=True)])
@@ -78,10 +85,8 @@ def test_paced_durations_do_not_follow_the_speed_of_the_computer():
     np.testing.assert_allclose(np.delete(ratios, 10), 1)
 
 
-def test_the_yardstick_of_a_model_is_the_same_step_every_time():
+def test_calibration_probe_of_a_model_is_the_same_step_every_time():
     models = pytest.importorskip("cbresearch.models")
-    from cbresearch.experiments.fidelity import yardstick
-
     ticks = iter(range(1000))
-    measure = yardstick(models.load("tiny"), lambda: float(next(ticks)))
+    measure = calibration_probe(models.load("tiny"), lambda: float(next(ticks)))
     assert measure() == measure() > 0

@@ -13,6 +13,7 @@ from cbresearch import metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.step import Admission, Plan, Scheduled, StepResult
+from cbresearch.policies import Policy
 from cbresearch.request import Refusal, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _NUM_ROWS, _CONTEXT, _CHUNK = 4, 64, 16
 
 
-class Fidelity(NamedTuple):
+class SimulationError(NamedTuple):
     """The relative errors of a simulated run against the real one, predicted / measured - 1.
 
     Attributes:
@@ -41,7 +42,7 @@ class Fidelity(NamedTuple):
     equal_plans: float
 
 
-def fidelity(measured: Trace, predicted: Trace) -> Fidelity:
+def simulation_error(measured: Trace, predicted: Trace) -> SimulationError:
     """Compare a simulated run with the real run of the same requests.
 
     Args:
@@ -49,57 +50,62 @@ def fidelity(measured: Trace, predicted: Trace) -> Fidelity:
         predicted: The simulated one.
 
     Raises:
-        ValueError: A run answered nobody, or they served different requests.
+        ValueError: A run answered no request, or they served different requests.
     """
     pairs = list(zip(measured.requests, predicted.requests, strict=True))
-    spans = metrics.makespan(measured), metrics.makespan(predicted)
-    if None in spans or any(one.id != other.id for one, other in pairs):
-        raise ValueError("the two runs did not serve the same requests, or answered nobody")
-    latencies = [(one.latency, other.latency) for one, other in pairs]
-    ttfts = [(one.ttft, other.ttft) for one, other in pairs]
+    real_span, span = metrics.makespan(measured), metrics.makespan(predicted)
+    if real_span is None or span is None or any(one.id != other.id for one, other in pairs):
+        raise ValueError("the two runs did not serve the same requests, or answered none")
+
+    def errors(name: str) -> tuple[float, ...]:
+        both = ((getattr(one, name), getattr(other, name)) for one, other in pairs)
+        return tuple(ours / real - 1 for real, ours in both if real and ours)
+
     plans = [one.plan == other.plan for one, other in zip(measured.steps, predicted.steps, strict=False)]
-    return Fidelity(
-        tuple(ours / real - 1 for real, ours in latencies if real and ours),
-        tuple(ours / real - 1 for real, ours in ttfts if real and ours),
-        spans[1] / spans[0] - 1,  # type: ignore[operator]
-        sum(plans) / max(len(measured.steps), len(predicted.steps)),
-    )
+    share = sum(plans) / max(len(measured.steps), len(predicted.steps))
+    return SimulationError(errors("latency"), errors("ttft"), span / real_span - 1, share)
 
 
-def predict_run(trace: Trace, requests: Iterable[Request | Refusal], cost: CostModel) -> Trace:
+def predict_run(
+    trace: Trace,
+    requests: Iterable[Request | Refusal],
+    cost: CostModel,
+    policy: str | Policy | None = None,
+) -> Trace:
     """Simulate the requests of a real run with its limits, its pool, and the lengths of its outputs.
 
     Args:
         trace: The real run; of its times nothing is used.
         requests: Its requests, in the order in which they were given.
         cost: The step time.
+        policy: Its policy; by default the one of that name.
     """
     lengths = {record.id: len(record.tokens) or None for record in trace.requests}
     known = [
         replace(request, output_length=lengths[request.id]) if isinstance(request, Request) else request
         for request in requests
     ]
-    scheduler = Scheduler(policies.get(trace.policy), trace.scheduler, trace.cache)
+    scheduler = Scheduler(policies.get(policy or trace.policy), trace.scheduler, trace.cache)
     return serve(known, scheduler, CostExecutor(cost, trace.outputs))
 
 
-class Paced:
-    """Carry out plans on another executor, and take the computer's changes of speed out of the durations.
+class DriftCorrectedExecutor:
+    """Carry out plans on another executor, and correct the durations for changes of the computer's speed.
 
     What else runs on a computer slows all of a process down, in its CPU seconds too, for seconds at a time.
-    So a fixed piece of work is timed after each step, and the step's duration is divided by how much longer
-    than usual that took, in the median of the last three times.
+    So a calibration probe, a fixed piece of work, is timed after each step, and the step's duration is
+    divided by how much longer than usual the probe took, in the median of its last three times.
 
     Args:
         executor: What carries out the plans.
-        yardstick: Does the fixed work and returns the seconds that it took.
+        probe: Does the fixed work and returns the seconds that it took.
         usual: Seconds that it usually takes; the same for all runs that are to be compared.
     """
 
-    def __init__(self, executor: Executor, yardstick: Callable[[], float], usual: float) -> None:
+    def __init__(self, executor: Executor, probe: Callable[[], float], usual: float) -> None:
         self.executor = executor
-        self._yardstick, self._usual = yardstick, usual
-        self._recent: deque[float] = deque([yardstick(), yardstick()], maxlen=3)
+        self._probe, self._usual = probe, usual
+        self._recent: deque[float] = deque([probe(), probe()], maxlen=3)
 
     def check(self, request: Request) -> None:
         """Refuse what the other executor refuses."""
@@ -108,11 +114,13 @@ class Paced:
     def execute(self, plan: Plan) -> StepResult:
         """Carry out one step."""
         result = self.executor.execute(plan)
-        self._recent.append(self._yardstick())
+        self._recent.append(self._probe())
         return replace(result, duration=result.duration * self._usual / median(self._recent))
 
 
-def yardstick(loaded: "LoadedModel", clock: Callable[[], float] = time.thread_time) -> Callable[[], float]:
+def calibration_probe(
+    loaded: "LoadedModel", clock: Callable[[], float] = time.thread_time
+) -> Callable[[], float]:
     """Return a function that runs one fixed small step of a model and returns the seconds that it took.
 
     Args:

@@ -17,8 +17,8 @@ import pytest
 from hygiene import ROOT
 
 from cbresearch import CacheConfig, Linear, Request, SchedulerConfig, metrics, policies, simulate
-from cbresearch.experiments import compare_simulated, sweep
-from cbresearch.experiments.fingerprint import digest, package_digest
+from cbresearch.experiments import compare, sweep
+from cbresearch.experiments.fingerprint import fingerprint
 from cbresearch.metrics import Slo
 
 NUM_RUNS = 64
@@ -107,7 +107,7 @@ def test_a_run_is_what_a_simulation_of_its_point_gives():
 
 
 def test_a_preset_gives_what_compare_gives_for_the_same_seed():
-    comparison = compare_simulated("lognormal128", "sjf", cost=Linear(1.0), seed=4)
+    comparison = compare("lognormal128", "sjf", cost=Linear(1.0), seed=4)
     (run,) = sweep("lognormal128", "sjf", seeds=[4]).runs
     pool = {"mean_pool_use"} | {name for name in run.metrics if name.startswith("kv_")}
     expected = metrics.summary(comparison.traces["sjf"])
@@ -312,7 +312,7 @@ def kept(tmp_path_factory):
 
 
 @pytest.mark.parametrize("what", CHANGES)
-def test_whatever_a_run_depends_on_makes_it_another(kept, what):
+def test_sweep_computes_a_run_anew_if_anything_it_depends_on_changed(kept, what):
     assert sweep(**{**kept, **CHANGES[what]}).num_computed == 1
     assert sweep(**{**kept, **CHANGES[what]}).num_computed == 0
 
@@ -338,44 +338,24 @@ def test_a_workload_file_counts_by_its_content_not_by_its_place(tmp_path):
 
 def test_what_cannot_be_known_again_is_refused_before_any_run_with_the_remedy(tmp_path):
     lock = threading.Lock()
-    with pytest.raises(ValueError, match=r"the cost holds .*lock.*without a folder"):
+    with pytest.raises(ValueError, match=r"the cost is .*lock.*without a folder"):
         sweep(ten, "fcfs", cost=functools.partial(lambda lock, plan: 1.0, lock), folder=tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [
-        lambda content: b"",
-        lambda content: content[:100],
-        lambda content: content.replace(b'"num_finished": 10', b'"num_finished": 11'),
-        lambda content: b"[]",
-        lambda content: b"\xff" + content,
-    ],
-    ids=["empty", "cut", "altered", "other", "binary"],
+    "damage", [lambda content: b"", lambda content: content[:20], lambda content: b"\xff" + content]
 )
-def test_a_damaged_file_is_noted_and_its_run_computed_again(tmp_path, damage):
+def test_a_run_whose_kept_file_is_damaged_is_computed_again(tmp_path, damage, caplog):
     first = sweep(ten, "fcfs", seeds=range(2), folder=tmp_path)
-    path = min(tmp_path.iterdir())
+    path = min(tmp_path.rglob("output.pkl"))
     path.write_bytes(damage(path.read_bytes()))
-    with pytest.warns(UserWarning, match=f"{path.name} is damaged; its run is computed again"):
-        again = sweep(ten, "fcfs", seeds=range(2), folder=tmp_path)
-    assert again.num_computed == 1
+    again = sweep(ten, "fcfs", seeds=range(2), folder=tmp_path)
+    assert "Exception while loading results" in caplog.text
     assert again.runs == first.runs
-    assert sweep(ten, "fcfs", seeds=range(2), folder=tmp_path).num_computed == 0
-
-
-def test_the_package_counts_by_the_sources_that_a_simulation_runs(tmp_path):
-    for name in ("scheduler", "kernels", "experiments"):
-        (tmp_path / name).mkdir()
-    before = package_digest(tmp_path)
-    (tmp_path / "kernels" / "fast.py").write_text("1")
-    (tmp_path / "experiments" / "sweep.py").write_text("1")
-    assert package_digest(tmp_path) == before
-    (tmp_path / "experiments" / "points.py").write_text("1")
-    with_points = package_digest(tmp_path)
-    (tmp_path / "scheduler" / "core.py").write_text("1")
-    assert len({before, with_points, package_digest(tmp_path)}) == 3
+    caplog.clear()
+    assert sweep(ten, "fcfs", seeds=range(2), folder=tmp_path).runs == first.runs
+    assert not caplog.text
 
 
 def closing_over(value):
@@ -390,7 +370,7 @@ def closing_over(value):
         ("1", 1),
         ([1], (1,)),
         ({1: 2}, {2: 1}),
-        ({1}, frozenset({2})),
+        ({1}, frozenset({1})),
         (np.arange(3), np.arange(3.0)),
         (np.random.default_rng(1), np.random.default_rng(2)),
         (random.Random(1), random.Random(2)),
@@ -408,8 +388,8 @@ def closing_over(value):
         (json, csv),
     ],
 )
-def test_a_digest_tells_different_things_apart(one, other):
-    assert digest(one, "it") == digest(one, "it") != digest(other, "it")
+def test_fingerprint_tells_different_things_apart(one, other):
+    assert fingerprint(one) == fingerprint(one) != fingerprint(other)
 
 
 # --- other processes
@@ -434,19 +414,19 @@ def output(process):
     return out
 
 
-def test_a_digest_is_the_same_in_every_process():
+def test_fingerprint_is_the_same_in_every_process():
     code = """
 from cbresearch import policies
-from cbresearch.experiments.fingerprint import digest
+from cbresearch.experiments.fingerprint import fingerprint
 from enum import Enum
 class Kind(Enum):
     A = "a"
     B = "b"
 def inner(name):
-    return name in {"x", "y", "z"} and KINDS
+    return name in {"x", "y", "z"} and KINDS and inner
 KINDS = frozenset(Kind) | {"x", "y"}
-print([digest(policies.get(name), name) for name in policies.available() if name != "constant"])
-print(digest(inner, "it"), digest(Kind, "it"), digest({"p", "q", "r"}, "it"))
+print([fingerprint(policies.get(name)) for name in policies.available() if name != "constant"])
+print(fingerprint(inner), fingerprint(Kind), fingerprint({"p", "q", "r"}))
 """
     processes = [run(code, PYTHONHASHSEED=seed) for seed in ("1", "2")]
     first, second = map(output, processes)
@@ -471,7 +451,7 @@ def test_a_sweep_that_was_killed_goes_on_and_gives_the_same_table(tmp_path, undi
     kept = tmp_path / "kept"
     victim = study(tmp_path, "--folder", kept, SWEEP_STOP_AFTER="32", PYTHONHASHSEED="1")
     deadline = time.monotonic() + 120
-    while not kept.exists() or len(list(kept.glob("[!.]*"))) < 32:
+    while len(list(kept.rglob("output.pkl"))) < 32:
         assert victim.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -507,11 +487,10 @@ def test_a_dask_cluster_of_two_workers_gives_the_same_bytes(tmp_path, undisturbe
     assert (tmp_path / "runs.csv").read_bytes() == undisturbed
 
 
-def test_progress_is_shown_unless_it_is_turned_off():
-    code = "from cbresearch import sweep; sweep('classic60', ['fcfs', 'fcsf'], seeds=range(3))"
-    for disable, shown in (("0", True), ("1", False)):
-        process = run(code, TQDM_DISABLE=disable)
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 0
-        assert out == ""
-        assert ("6/6" in error and "failed=3" in error) if shown else error == ""
+def test_progress_is_shown_unless_it_is_turned_off(monkeypatch, capsys):
+    for disable, is_shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("TQDM_DISABLE", disable)
+        sweep("classic60", ["fcfs", "fcsf"], seeds=range(3))
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert ("6/6" in printed.err and "failed=3" in printed.err) if is_shown else printed.err == ""

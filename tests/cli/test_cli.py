@@ -14,7 +14,7 @@ from hygiene import ROOT
 
 from cbresearch import Request, SamplingParams, SchedulerConfig
 from cbresearch.__main__ import main
-from cbresearch.experiments import compare, compare_simulated
+from cbresearch.experiments import compare
 
 POLICIES = ["static", "static:release", "fcfs"]
 FILES = ["report.html", "requests.csv", "results.json", "steps.csv"]
@@ -115,7 +115,7 @@ def test_simulate_writes_the_files_that_others_script_against(simulated):
     judge_shape(simulated, POLICIES, len(LINES))
 
 
-def test_a_malformed_line_costs_nobody_else_and_is_named_by_its_number(simulated):
+def test_a_malformed_line_of_a_workload_is_refused_alone_by_its_number(simulated):
     for run in simulated.runs.values():
         assert [request["id"] for request in run["requests"]] == ["a", "b", "2", "3"]
         assert [request["error"] is None for request in run["requests"]] == [True, True, False, True]
@@ -138,9 +138,7 @@ def test_csv_columns_have_units_and_undefined_cells_are_empty(simulated):
     assert single["tpot_s"] == "" != single["ttft_s"]
 
 
-def test_the_same_command_writes_the_same_bytes_in_another_process_and_no_progress_where_it_is_off(
-    simulated, tmp_path
-):
+def test_simulate_writes_the_same_bytes_in_another_process(simulated, tmp_path):
     result = subprocess.run(
         [sys.executable, "-m", "cbresearch", *simulate_arguments(simulated.folder, tmp_path / "again")],
         env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": "7", "TQDM_DISABLE": "1"},
@@ -182,46 +180,6 @@ def test_a_victim_is_swapped_only_where_it_is_asked_for_and_there_is_a_pool(
     assert (measured["num_swapped_out_blocks"] > 0) == moves
     assert measured["num_swapped_in_blocks"] == measured["num_swapped_out_blocks"]
     assert (measured["num_recomputed_tokens"] > 0) == computes_again
-
-
-def test_progress_is_shown_unless_it_is_turned_off():
-    script = (
-        "from cbresearch import Request; from cbresearch.costs import Linear;"
-        "from cbresearch.experiments import compare_simulated;"
-        "compare_simulated([Request('a', 1, 3), Request('b', 1, 3)], ['fcfs'], cost=Linear(1.0))"
-    )
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("TQDM")}
-    result = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**environment, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "fcfs" in result.stderr
-    assert "2/2" in result.stderr
-    assert result.stdout == ""
-
-
-def test_the_classic_numbers_are_predicted_and_measured_alike():
-    comparison = compare_simulated(
-        "classic60", ["static:release", "fcfs"], cost=lambda plan: 1.0, scheduler=SchedulerConfig(8)
-    )
-    rows = {row.quantity: row for row in comparison.predictions}
-    (static_steps,) = [row for name, row in rows.items() if name.startswith("static: steps")]
-    (other_steps,) = [row for name, row in rows.items() if name.startswith("fcfs: steps")]
-    assert static_steps[1:] == (91, 91)
-    assert other_steps[1:] == (69, 69)
-    assert static_steps.relative_error == 0
-    (finite,) = [row for name, row in rows.items() if name.startswith("speed-up, this queue")]
-    assert rows["static: utilization, this queue"].relative_error == pytest.approx(0)
-    assert finite.predicted == pytest.approx(91 / 69)
-    assert finite.measured == pytest.approx(91 / 69)
-
-
-def test_a_policy_whose_steps_take_no_time_can_still_be_compared():
-    comparison = compare_simulated("classic60", ["static", "fcfs"], cost=lambda plan: 0.0)
-    assert [len(trace.served) for trace in comparison.traces.values()] == [60, 60]
 
 
 def test_a_promise_and_a_price_add_goodput_and_costs_everywhere(simulated, tmp_path, capsys):
@@ -271,8 +229,8 @@ def test_a_promise_and_a_price_add_goodput_and_costs_everywhere(simulated, tmp_p
         ({"host_blocks": -1}, ["--host-blocks is -1", "0 or more"]),
         ({"slo_ttft": 0}, ["ttft is 0.0", "positive number of seconds"]),
         ({"slo_tpot": "nan"}, ["tpot is nan", "positive number of seconds"]),
-        ({"price_per_hour": -2}, ["--price-per-hour is -2.0", "0 or more"]),
-        ({"price_per_hour": "inf"}, ["--price-per-hour is inf", "0 or more"]),
+        ({"price_per_hour": -2}, ["price_per_hour is -2.0", "0 or more"]),
+        ({"price_per_hour": "inf"}, ["price_per_hour is inf", "0 or more"]),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
@@ -284,7 +242,7 @@ def test_bad_input_ends_with_status_2_the_value_the_remedy_and_no_file(tmp_path,
     assert error.count("\n") == 1
     for part in said:
         assert part in error
-    assert files(tmp_path) == ["workload.jsonl"]
+    assert [path.name for path in tmp_path.iterdir()] == ["workload.jsonl"]
 
 
 @pytest.mark.parametrize(
@@ -321,18 +279,54 @@ def test_an_output_folder_that_is_a_file_is_refused_before_the_work(tmp_path, ca
     taken.write_text("mine")
     assert main(simulate_arguments(tmp_path, taken / "deeper" if inside else taken)) == 2
     captured = capsys.readouterr()
-    assert "error: " in captured.err
+    assert captured.err.startswith("error: --output ") and captured.err.endswith("name a folder\n")
     assert "taken" in captured.err
     assert captured.out == ""
     assert taken.read_text() == "mine"
 
 
-def test_an_output_folder_that_is_a_file_is_named_with_the_option(tmp_path, capsys):
+@pytest.mark.parametrize("what", ["cbresearch.__main__.compare", "cbresearch.viz.write_report"])
+@pytest.mark.parametrize("is_there", [False, True])
+def test_an_interrupted_command_leaves_no_file_of_its_own_and_ends_with_130(
+    tmp_path, capsys, monkeypatch, what, is_there
+):
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
     workload(tmp_path)
-    taken = tmp_path / "taken"
-    taken.write_text("mine")
-    assert main(simulate_arguments(tmp_path, taken)) == 2
-    assert "--output" in (error := capsys.readouterr().err) and "name a folder" in error
+    monkeypatch.setattr(what, interrupt)
+    output = tmp_path / "results" / "output"
+    if is_there:
+        output.mkdir(parents=True)
+        (output / "mine.txt").write_text("mine")
+        (output / "steps.csv").write_text("of an earlier run")
+    assert main(simulate_arguments(tmp_path, output)) == 130
+    error = capsys.readouterr().err
+    assert error == f"interrupted; nothing was written to {output}\n"
+    if is_there:
+        assert [path.name for path in sorted(output.iterdir())] == ["mine.txt", "steps.csv"]
+        assert (output / "steps.csv").read_text() == "of an earlier run"
+    else:
+        assert [path.name for path in tmp_path.iterdir()] == ["workload.jsonl"]
+
+
+def test_other_files_in_the_output_folder_stay(tmp_path):
+    workload(tmp_path)
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "mine.txt").write_text("mine")
+    (tmp_path / "output" / "report.html").write_text("of an earlier run")
+    assert main(simulate_arguments(tmp_path)) == 0
+    assert files(tmp_path / "output") == sorted([*FILES, "mine.txt"])
+    assert (tmp_path / "output" / "mine.txt").read_text() == "mine"
+    assert "fcfs" in (tmp_path / "output" / "report.html").read_text()
+
+
+def test_the_files_have_a_progress_bar(tmp_path, capsys, monkeypatch):
+    workload(tmp_path)
+    monkeypatch.setenv("TQDM_DISABLE", "0")
+    assert main(simulate_arguments(tmp_path)) == 0
+    error = capsys.readouterr().err
+    assert "results: 100%" in error and "4/4" in error
 
 
 def test_a_workload_without_requests_says_so_and_ends_with_1(tmp_path, capsys):
@@ -361,8 +355,8 @@ def test_counts_are_printed_whole(capsys, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def nobody_fits(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("nobody")
+def none_fits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("none")
     workload(folder)
     status = main(
         simulate_arguments(folder, num_blocks=1, block_size=1, workload=workload(folder, LINES[:3]))
@@ -370,19 +364,19 @@ def nobody_fits(tmp_path_factory):
     return SimpleNamespace(folder=folder, status=status, **vars(read(folder / "output")))
 
 
-def test_a_pool_too_small_for_anyone_ends_with_status_1_and_the_reasons_in_the_results(nobody_fits):
-    assert nobody_fits.status == 1
-    assert files(nobody_fits.folder / "output") == FILES
-    judge_shape(nobody_fits, POLICIES, 3)
-    for run in nobody_fits.runs.values():
+def test_a_pool_too_small_for_any_request_ends_with_status_1_and_the_reasons_in_the_results(none_fits):
+    assert none_fits.status == 1
+    assert files(none_fits.folder / "output") == FILES
+    judge_shape(none_fits, POLICIES, 3)
+    for run in none_fits.runs.values():
         assert [len(request["error"]) > 0 for request in run["requests"]] == [True] * 3
         for request in run["requests"][:2]:
             assert "num_blocks" in request["error"]
             assert repr(request["id"]) in request["error"]
 
 
-def test_a_metric_of_nobody_is_null_and_its_count_is_zero(nobody_fits):
-    for run in nobody_fits.runs.values():
+def test_a_metric_of_no_request_is_null_and_its_count_is_zero(none_fits):
+    for run in none_fits.runs.values():
         numbers = {name: value for name, value in run["metrics"].items() if value is not None}
         assert numbers.pop("num_requests") == numbers.pop("num_refused") == 3
         assert set(numbers.values()) == {0}
@@ -390,17 +384,9 @@ def test_a_metric_of_nobody_is_null_and_its_count_is_zero(nobody_fits):
         assert "output_throughput_tokens_per_s" in set(run["metrics"]) - set(numbers)
 
 
-def test_a_csv_without_rows_still_has_its_header(nobody_fits, simulated):
-    with (nobody_fits.folder / "output" / "steps.csv").open() as file:
+def test_a_csv_without_rows_still_has_its_header(none_fits, simulated):
+    with (none_fits.folder / "output" / "steps.csv").open() as file:
         assert next(csv.reader(file), None) == list(simulated.steps[0])
-
-
-def test_a_length_with_too_many_zeros_is_refused_and_the_others_are_served():
-    comparison = compare_simulated(
-        [Request("a", 10**15, 1), Request("b", 3, 2)], ["fcfs"], cost=lambda plan: 1.0
-    )
-    records = comparison.traces["fcfs"].requests
-    assert [record.error is None for record in records] == [False, True]
 
 
 # --- with a model
@@ -435,6 +421,20 @@ def test_compare_writes_the_files_that_others_script_against(compared):
     assert files(compared.folder / "output") == FILES
     judge_shape(compared, ["static", "fcfs"], 8)
     assert compared.results["environment"]["model"] == "tiny"
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_compile_flag_reaches_the_executor(tmp_path, capsys, monkeypatch, compiles):
+    from cbresearch import engine
+
+    def executor(*_, compile, **__):
+        raise ValueError(f"compile is {compile}")
+
+    monkeypatch.setattr(engine, "ModelExecutor", executor)
+    arguments = ["compare", "--model", "tiny", "--workload", "classic60", "--policy", "fcfs"]
+    flags = ["--compile"] if compiles else []
+    assert main([*arguments, "--output", str(tmp_path), *flags]) == 2
+    assert capsys.readouterr().err == f"error: compile is {compiles}\n"
 
 
 def test_what_a_model_cannot_serve_is_refused_with_the_value_and_the_others_are_served(compared):
@@ -627,7 +627,7 @@ def test_a_request_that_meets_weights_that_are_not_finite_fails_alone(policy):
         Request("next", [1, 2, 3], 4, sampling=to_the_end),
     ]
     # One seat, so that the second request begins after the four steps of the first, if it did not sample 7.
-    comparison = compare(spoilt, requests, [policy], scheduler=SchedulerConfig(max_num_seqs=1))
+    comparison = compare(requests, [policy], model=spoilt, scheduler=SchedulerConfig(max_num_seqs=1))
     healthy, sick, following = comparison.traces[policy].requests
     assert "'sick' failed in step 4" in sick.error
     assert (sick.finish_reason, sick.tokens, sick.finish) == ("error", (), None)
