@@ -1,11 +1,11 @@
 """A run: its limits, its records, and the columns that are worked out from them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = ["Stay", "Trace", "load"]
+
+T = TypeVar("T")
 
 
 class Stay(NamedTuple):
@@ -65,6 +67,16 @@ class Trace:
     def parts(self) -> Sequence[Part]:
         """Return the steps in order, each decode run as one part."""
         return self.steps.parts if isinstance(self.steps, Steps) else self.steps
+
+    def once(self, compute: "Callable[[Trace], T]") -> "T":
+        """Return what a function makes of this run; it is computed at the first call and kept."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        return self._computed[compute]  # type: ignore[no-any-return]
+
+    @cached_property
+    def _computed(self) -> dict[Callable[..., Any], Any]:
+        return {}
 
     @cached_property
     def step_columns(self) -> Columns:

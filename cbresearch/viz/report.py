@@ -220,7 +220,7 @@ def _drawn(pictures: Iterable[Picture]) -> list[dict[str, str]]:
         # An id may be in a script that the font lacks; it is shown in full elsewhere in the report.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         plt.style.use("default")
-        style.use_style()
+        plt.style.use(style.STYLE)
         for heading, form, note, draw in pictures:
             fig = draw()
             titles = [fig.get_suptitle(), *(ax.get_title("left") for ax in fig.axes)]

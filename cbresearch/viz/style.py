@@ -90,12 +90,16 @@ _SPARE = tuple(
 )
 
 
+STYLE = Path(__file__).with_name("cbresearch.mplstyle")
+"""Matplotlib's style file of the package, complete by itself."""
+
+
 def use_style() -> None:
     """Give all later figures of this process the package's look: seaborn's theme, then our style file."""
     import seaborn as sns
 
     sns.set_theme(context="notebook", style="ticks")
-    plt.style.use(Path(__file__).with_name("cbresearch.mplstyle"))
+    plt.style.use(STYLE)
 
 
 def policy_look(name: str) -> PolicyLook:
