@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from typing import ClassVar
 
+from cbresearch.blocks import NULL_BLOCK, BlockManager
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +21,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cbresearch.blocks import NULL_BLOCK, BlockManager
 from cbresearch.config import CacheConfig
 
 MAX_CHUNK = 6

@@ -10,6 +10,8 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from cbresearch.plan import Plan, Scheduled
+from cbresearch.streaming import StreamingSummary
 from fuzz_fast_forward import STEADY, differences, features
 
 from cbresearch import (
@@ -25,12 +27,10 @@ from cbresearch import (
     simulate,
 )
 from cbresearch.costs import CARDS, Linear, Roofline
-from cbresearch.plan import Plan, Scheduled
 from cbresearch.policies.base import steadiness
 from cbresearch.serve import serve, stream
 from cbresearch.simulator import CostExecutor
 from cbresearch.step import DecodeRun as Leap
-from cbresearch.streaming import StreamingSummary
 from cbresearch.trace import RequestRecord, StepRecord, Steps
 
 NUM_WORKLOADS = int(os.environ.get("CBRESEARCH_FUZZ", "4"))

@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from cbresearch.blocks import BlockManager
+from cbresearch.plan import StepResult
 from test_two_tiers import (
     POLICIES,
     Meddler,
@@ -21,11 +23,9 @@ from test_two_tiers import (
 )
 
 from cbresearch import policies
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
 from cbresearch.metrics import token_counts
-from cbresearch.plan import StepResult
 from cbresearch.request import Request, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve

@@ -5,14 +5,14 @@ from inspect import signature
 from itertools import count
 
 import pytest
+from cbresearch.blocks import BlockManager
+from cbresearch.reservation import BuddyAllocator, ReservationManager, next_power_of_two, reserved_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cbresearch.blocks import BlockManager
 from cbresearch.config import RESERVATIONS, CacheConfig
 from cbresearch.request import Request
-from cbresearch.reservation import BuddyAllocator, ReservationManager, next_power_of_two, reserved_tokens
 
 IDS = ("a", "b", "c", "d", "e")
 MAX_LEN = 40

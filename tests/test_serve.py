@@ -9,11 +9,11 @@ import subprocess
 import sys
 
 import pytest
+from cbresearch.plan import StepResult
 from hygiene import ROOT
 
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, export, policies
 from cbresearch.costs import Linear
-from cbresearch.plan import StepResult
 from cbresearch.request import Refusal
 from cbresearch.serve import serve
 from cbresearch.simulator import UNIT_STEP, CostExecutor, simulate

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cbresearch.plan import Plan
 
 from cbresearch import CacheConfig, Request, Scheduler, SchedulerConfig, policies, replay, simulate
 from cbresearch.costs import Linear, Replayed
-from cbresearch.plan import Plan
 from cbresearch.request import Refusal
 from cbresearch.serve import serve
 from cbresearch.simulator import UNIT_STEP, CostExecutor

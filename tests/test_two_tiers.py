@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from cbresearch.blocks import NULL_BLOCK
+from cbresearch.plan import StepResult
 
 from cbresearch import policies
-from cbresearch.blocks import NULL_BLOCK
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.plan import StepResult
 from cbresearch.request import Request, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve

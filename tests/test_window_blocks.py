@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from cbresearch.blocks import NULL_BLOCK, BlockManager
 from test_two_tiers import (
     POLICIES,
     Meddler,
@@ -15,7 +16,6 @@ from test_two_tiers import (
     serve_watched,
 )
 
-from cbresearch.blocks import NULL_BLOCK, BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.request import Request
 from cbresearch.simulator import simulate

@@ -14,8 +14,8 @@ from cbresearch.engine.text import TextStream
 from cbresearch.engine.timing import DeviceTimer
 from cbresearch.formulas import kv_bytes_per_token
 from cbresearch.models import LoadedModel, layer_windows
-from cbresearch.step import Plan, Scheduled, StepResult
 from cbresearch.request import Request
+from cbresearch.step import Plan, Scheduled, StepResult
 
 _DEFAULT_POOL_BYTES = 2**30
 

@@ -23,7 +23,7 @@ from cbresearch.policies import Policy, get
 from cbresearch.request import Refusal, Request, expand
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
-from cbresearch.simulator import unlimited_cache, simulate
+from cbresearch.simulator import simulate, unlimited_cache
 from cbresearch.trace import StepRecord, Trace, write_columns, write_whole
 from cbresearch.workloads import load, resolve_prompts
 

@@ -12,12 +12,12 @@ import numpy as np
 from cbresearch import metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.step import Admission, Plan, Scheduled, StepResult
 from cbresearch.policies import Policy
 from cbresearch.request import Refusal, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve
 from cbresearch.simulator import CostExecutor
+from cbresearch.step import Admission, Plan, Scheduled, StepResult
 from cbresearch.trace import Trace
 
 if TYPE_CHECKING:

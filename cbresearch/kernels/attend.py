@@ -10,8 +10,8 @@ hardware has the exponential, and includes the scale where nothing else was done
 import math
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from cbresearch.kernels.checks import FLOATS, check_plan, check_pools, check_tensor

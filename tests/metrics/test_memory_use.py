@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from cbresearch.blocks import NULL_BLOCK
 from test_two_tiers import Meddler, distinct, least_pool, random_case, serve_watched
 from test_window_blocks import is_out_of_sight
 
-from cbresearch.blocks import NULL_BLOCK
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.metrics import memory, memory_shares
 from cbresearch.request import Request, parallel_samples
