@@ -73,4 +73,4 @@ gpu: $(READY)
 browser: $(READY)
 	$(PY) -m pip install --quiet -e ".[browser]"
 	$(PY) tests/set_up_browser.py
-	$(CHECKED) CBRESEARCH_BROWSER="$$($(PY) tests/set_up_browser.py)" $(PY) -m pytest -rs tests/test_browser.py tests/test_perfetto.py
+	$(CHECKED) CBRESEARCH_BROWSER="$$($(PY) tests/set_up_browser.py)" $(PY) -m pytest -rs tests/viz/test_browser.py tests/export/test_perfetto.py

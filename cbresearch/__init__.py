@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 # What type checkers read; a running program imports each name when it is first asked for.
 if TYPE_CHECKING:
     from cbresearch.attention import PagedCache as PagedCache
-    from cbresearch.kv import BlockManager as BlockManager
-    from cbresearch.claims import Claims as Claims
     from cbresearch.config import CacheConfig as CacheConfig
     from cbresearch.config import Hardware as Hardware
     from cbresearch.config import QueueLimits as QueueLimits
@@ -20,9 +18,10 @@ if TYPE_CHECKING:
     from cbresearch.engine import Engine as Engine
     from cbresearch.engine import ModelExecutor as ModelExecutor
     from cbresearch.experiments.capacity import capacity as capacity
+    from cbresearch.experiments.claims import Claims as Claims
     from cbresearch.experiments.compare import compare as compare
-    from cbresearch.experiments.compare import compare_simulated as compare_simulated
     from cbresearch.experiments.sweep import sweep as sweep
+    from cbresearch.kv import BlockManager as BlockManager
     from cbresearch.model_shape import ModelShape as ModelShape
     from cbresearch.policies import Policy as Policy
     from cbresearch.request import Refusal as Refusal
@@ -38,12 +37,11 @@ if TYPE_CHECKING:
 
 _EXPORTS = {
     "attention": ("PagedCache",),
-    "blocks": ("BlockManager",),
-    "claims": ("Claims",),
     "config": ("CacheConfig", "Hardware", "QueueLimits", "SchedulerConfig"),
     "costs": ("CARDS", "Calibrated", "Linear", "Roofline"),
     "engine": ("Engine", "ModelExecutor"),
-    "experiments": ("capacity", "compare", "compare_simulated", "sweep"),
+    "experiments": ("Claims", "capacity", "compare", "sweep"),
+    "kv": ("BlockManager",),
     "model_shape": ("ModelShape",),
     "policies": ("Policy",),
     "request": ("Refusal", "Request", "SamplingParams", "parallel_samples"),

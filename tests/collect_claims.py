@@ -11,7 +11,7 @@ import json
 import sys
 from pathlib import Path
 
-from cbresearch.claims import MIME_TYPE, plain
+from cbresearch.experiments.claims import MIME_TYPE, plain
 
 
 def claims_in(path: Path) -> list[dict[str, object]]:
@@ -32,7 +32,7 @@ def main() -> int:
     arguments = parser.parse_args()
     found = {path: claims_in(path) for path in sorted(arguments.notebooks)}
     rows = [row for rows in found.values() for row in rows]
-    print(plain(rows, ("notebook",)))
+    print(plain(rows))
     if arguments.csv and rows:
         with arguments.csv.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, rows[0])

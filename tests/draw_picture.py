@@ -8,11 +8,11 @@ import sys
 import matplotlib.pyplot as plt
 import numpy as np
 
-from cbresearch import Request, SchedulerConfig, simulate, viz, workloads
+from cbresearch import Request, SchedulerConfig, simulate, viz
 
 
 def main() -> None:
-    lengths = workloads.uniform_lengths(np.random.default_rng(7), 20, 2, 20)
+    lengths = np.random.default_rng(7).integers(2, 20, 20, endpoint=True).tolist()
     requests = [Request(f"r{place}", 8, length) for place, length in enumerate(lengths, start=1)]
     limits = SchedulerConfig(max_num_seqs=4)
     runs = {
@@ -20,7 +20,7 @@ def main() -> None:
         "continuous batching": simulate(requests, "fcfs", scheduler=limits),
     }
     viz.use_style()
-    picture = viz.seats_side_by_side(runs, time="step")
+    picture = viz.seats(runs, time="step")
     picture.savefig(sys.argv[1], dpi=110, metadata={"Software": None})
     plt.close(picture)
 

@@ -29,7 +29,12 @@ from cbresearch import (
 )
 from cbresearch.costs import Calibrated
 from cbresearch.experiments.environment import progress_bar
-from cbresearch.experiments.fidelity import Paced, fidelity, predict_run, yardstick
+from cbresearch.experiments.simulation_error import (
+    DriftCorrectedExecutor,
+    calibration_probe,
+    predict_run,
+    simulation_error,
+)
 from cbresearch.serve import serve
 from cbresearch.workloads import AtOnce, Gamma, Poisson, Prefixes, Uniform
 
@@ -96,20 +101,22 @@ def cases(size: int, seed: int, brief: bool = False) -> tuple[Case, list[Case]]:
 
 
 class Bench:
-    """The real engine, with one yardstick for all runs."""
+    """The real engine, with one calibration probe for all runs."""
 
     def __init__(self, model: str) -> None:
         self.loaded = models.load(model)
-        self.yardstick = yardstick(self.loaded)
-        self.usual = median(self.yardstick() for _ in range(20))
+        self.probe = calibration_probe(self.loaded)
+        self.usual = median(self.probe() for _ in range(20))
 
     def run(self, case: Case, policy: str, bar=None):
         # Filled, so that no page of the pool is touched for the first time while the clock runs.
         executor = ModelExecutor(self.loaded, case.limits, case.pool, clock=time.thread_time, fill=0.0)
         executor.warm_up()
-        paced = Paced(executor, self.yardstick, self.usual)
+        corrected = DriftCorrectedExecutor(executor, self.probe, self.usual)
         scheduler = Scheduler(policies.get(policy), case.limits, case.pool)
-        return serve(case.requests, scheduler, paced, on_step=lambda _: None if bar is None else bar.update())
+        return serve(
+            case.requests, scheduler, corrected, on_step=lambda _: None if bar is None else bar.update()
+        )
 
 
 def settings(case: Case) -> list[tuple[Case, str]]:
@@ -153,7 +160,7 @@ def report(model: str, others: dict[str, Case], costs, traces, again) -> list[di
         everything = []
         for policy in POLICIES:
             runs = [
-                fidelity(trace, predict_run(trace, others[case].requests, cost))
+                simulation_error(trace, predict_run(trace, others[case].requests, cost))
                 for (case, served), trace in traces.items()
                 if served == policy
             ]
@@ -161,7 +168,12 @@ def report(model: str, others: dict[str, Case], costs, traces, again) -> list[di
             rows.append(summary(model, name, policy, runs))
         rows.append(summary(model, name, "all", everything))
     rows.append(
-        summary(model, "second run", "fcfs", [fidelity(traces[key], trace) for key, trace in again.items()])
+        summary(
+            model,
+            "second run",
+            "fcfs",
+            [simulation_error(traces[key], trace) for key, trace in again.items()],
+        )
     )
     return rows
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from cbresearch.blocks import BlockManager
 from tqdm import tqdm
 
 from cbresearch import formulas, workloads
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks" / "counts"
@@ -88,7 +88,7 @@ def main() -> None:
     sizes: list[tuple[object, ...]] = []
     references: list[tuple[object, ...]] = []
     for name, file in FILES.items():
-        requests = workloads.load_mooncake(file, tokens_per_id=1)
+        requests = workloads.read_trace(file, tokens_per_id=1).requests
         chains = [request.prompt for request in requests]
         depths = formulas.reuse_depths(chains)
         for num_blocks in tqdm(NUM_BLOCKS, desc=name):

@@ -356,7 +356,11 @@ def test_a_model_that_would_be_answered_wrongly_is_refused(config, problem):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     config.update({**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0})
     with pytest.raises(ValueError, match=re.escape(problem)):
-        compare(models.wrap("m", AutoModelForCausalLM.from_config(config)), [Request("r", (5, 6), 2)], "fcfs")
+        compare(
+            [Request("r", (5, 6), 2)],
+            "fcfs",
+            model=models.wrap("m", AutoModelForCausalLM.from_config(config)),
+        )
 
 
 @pytest.mark.parametrize(

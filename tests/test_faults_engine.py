@@ -9,10 +9,10 @@ import torch
 from conftest import generate_alone
 from sampling_cases import EOS, plain_answer, small_model
 
-from cbresearch import metrics, policies
+from cbresearch import export, metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
-from cbresearch.experiments import compare, compare_simulated
+from cbresearch.experiments import compare
 from cbresearch.request import Request, SamplingParams, TokenLogprobs
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
@@ -180,10 +180,10 @@ def test_a_request_that_meets_a_spoilt_weight_fails_alone_under_any_policy(place
     again = replay(trace, requests, policy)
     assert [step.plan for step in again.steps] == [step.plan for step in trace.steps]
     assert again.requests == trace.requests
-    told = trace.explain("sick")
+    told = export.explain(trace, "sick")
     assert f"failed, with 0 tokens: {trace.requests[1].error}" in told
     assert "for 1 new token" not in told
-    for use in metrics.memory(trace):
+    for use in trace.memory():
         assert min(use) >= 0
 
 
@@ -201,8 +201,8 @@ def test_a_request_that_draws_a_spoilt_token_fails_behind_its_tokens(spoilt):
     assert record.tokens == tokens
     assert (record.finish_reason, len(record.logprobs)) == ("error", len(tokens))
     assert metrics.summary(trace)["latency_n"] == 1
-    assert f"failed, with {len(tokens)} tokens" in trace.explain("free")
-    for use in metrics.memory(trace):
+    assert f"failed, with {len(tokens)} tokens" in export.explain(trace, "free")
+    for use in trace.memory():
         assert min(use) >= 0
     assert replay(trace, [request, hot("other", distinct(3, 5))], "static").requests == trace.requests
 
@@ -284,7 +284,7 @@ def test_a_comparison_serves_each_of_several_answers(small, tmp_path):
         '{"id": "a", "prompt": [8, 9, 10, 11], "max_tokens": 6, "n": 3, "seed": 5, "temperature": 1.0}\n'
         '{"id": "b", "prompt": [8, 9], "max_tokens": 2}\n'
     )
-    real = compare(small, str(workload), ["fcfs", "static"])
+    real = compare(str(workload), ["fcfs", "static"], model=small)
     expected = {f"a/{k}": plain_answer(small, hot("x", (8, 9, 10, 11), 6, seed=5 + k))[0] for k in range(3)}
     assert len(set(expected.values())) == 3
     for trace in real.traces.values():
@@ -293,7 +293,7 @@ def test_a_comparison_serves_each_of_several_answers(small, tmp_path):
     assert [set(texts.values()) for _, texts in real.answers[:3]] == [
         {small.decode(tokens)} for tokens in expected.values()
     ]
-    simulated = compare_simulated(str(workload), ["fcfs"], cost=UNIT_STEP).traces["fcfs"]
+    simulated = compare(str(workload), ["fcfs"], cost=UNIT_STEP).traces["fcfs"]
     assert [len(record.tokens) for record in simulated.requests] == [6, 6, 6, 2]
 
 

@@ -12,7 +12,7 @@ import pytest
 from hygiene import ROOT, machine_paths
 
 from cbresearch import Claims
-from cbresearch.claims import MIME_TYPE
+from cbresearch.experiments.claims import MIME_TYPE
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 MAX_BYTES = 500_000

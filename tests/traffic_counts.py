@@ -28,8 +28,12 @@ Tokens = NDArray[np.int64]
 
 
 def read(trace: str) -> tuple[Tokens, Tokens]:
-    """Return the prompt and the output lengths of a trace in tokens, as its requests came."""
-    drawn = workloads.Joint.of(workloads.load(trace, np.random.default_rng(0)))
+    """Return the prompt and the output lengths of a trace in tokens, as its requests arrived.
+
+    Of a Mooncake trace, the prompts are in blocks of 512 tokens.
+    """
+    option = ":tokens_per_id=1" if trace.startswith("mooncake") else ""
+    drawn = workloads.Joint.of(workloads.load(trace + option, np.random.default_rng(0)))
     return np.array(drawn.prompts), np.array(drawn.outputs)
 
 

@@ -1,16 +1,16 @@
-"""One server of a cluster."""
+"""One replica of a cluster, and the routers that choose between replicas."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.step import Plan, StepResult
 from cbresearch.request import Request, RequestState
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop
 from cbresearch.simulator import CostExecutor
+from cbresearch.step import Plan, StepResult
 from cbresearch.trace import StepRecord
 
 ROLES = ("both", "prefill", "decode")
@@ -18,15 +18,15 @@ ROLES = ("both", "prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaConfig:
-    """One server of a cluster.
+    """One replica of a cluster.
 
     Attributes:
         cost: Its step time.
         scheduler: The limits of a step.
         cache: Its KV pool.
         policy: Its policy's name.
-        role: "both", or "prefill" for one that computes prompts and hands the requests on, or "decode"
-            for one that takes them over.
+        role: "both", or "prefill" for a replica that computes prompts and hands the requests on, or "decode"
+            for one that continues them.
 
     Raises:
         ValueError: The role or the policy is unknown.
@@ -45,45 +45,31 @@ class ReplicaConfig:
 
 
 class Replica:
-    """A server of a cluster while it runs; a router reads it.
+    """A replica while it runs; routers read it.
 
     Attributes:
         place: Its place in the cluster.
-        config: What it is.
-        num_outstanding: Requests that were sent to it and are not finished.
+        config: Its limits.
+        num_routed: Requests that were sent to it.
+        num_outstanding: Those of them that are not finished.
+        loop: Its scheduler and its executor.
+        steps: The records of its steps.
+        states: The states of its requests, by id.
     """
 
     def __init__(self, place: int, config: ReplicaConfig) -> None:
-        self.place = place
-        self.config = config
-        self.num_outstanding = 0
-        ahead = getattr(config.cost, "seconds", None)
-        mechanism = Scheduler(policies.get(config.policy), config.scheduler, config.cache, ahead)
-        self.loop = Loop(mechanism, CostExecutor(config.cost))
+        self.place, self.config = place, config
+        self.num_routed = self.num_outstanding = 0
+        step_time = getattr(config.cost, "seconds", None)
+        scheduler = Scheduler(policies.get(config.policy), config.scheduler, config.cache, step_time)
+        self.loop = Loop(scheduler, CostExecutor(config.cost))
         self.steps: list[StepRecord] = []
         self.states: dict[str, RequestState] = {}
         self._inbox: list[tuple[Request, RequestState | None]] = []
         self._running: tuple[float, Plan, StepResult] | None = None
 
-    @property
-    def kv_share(self) -> float:
-        """Return the share of its KV pool that its requests hold, or will take when they are seated."""
-        blocks = self.loop.scheduler.kv
-        queued = sum(blocks.blocks_for(request.num_prompt_tokens) for request, _ in self._inbox)
-        queued += sum(blocks.blocks_for(state.num_tokens) for state in self.loop.scheduler.waiting)
-        return (blocks.num_held_blocks + queued) / blocks.num_blocks
-
-    def num_cached_tokens(self, request: Request) -> int:
-        """Return how many of a request's first tokens are in its prefix cache."""
-        prompt = request.prompt
-        if not isinstance(prompt, tuple):
-            return 0
-        blocks = self.loop.scheduler.kv
-        extra = () if request.cache_salt is None else (("salt", request.cache_salt),)
-        return len(blocks.match(prompt, extra)) * blocks.config.block_size
-
-    def refusal(self, request: Request) -> str | None:
-        """Return why it can never serve a request, or None."""
+    def reason_against(self, request: Request) -> str | None:
+        """Return why the replica can never serve a request, or None."""
         try:
             self.loop.validate(request)
         except ValueError as error:
@@ -91,17 +77,23 @@ class Replica:
         return None
 
     def send(self, request: Request, begun: RequestState | None = None) -> None:
-        """Queue a request; it is seen from the next step on."""
+        """Queue a request, which its scheduler sees from the next step on.
+
+        Args:
+            request: The request.
+            begun: Its state in another replica, if its KV comes along.
+        """
+        self.num_routed += 1
         self.num_outstanding += 1
         self._inbox.append((request, begun))
 
-    def begin(self, now: float) -> float | None:
-        """Begin a step if none runs and there is work; return when it ends or wants to begin."""
+    def begin_step(self, now: float) -> float | None:
+        """Begin a step if none runs and requests are there; return when to look again, or None."""
         scheduler = self.loop.scheduler
         if self._running is not None:
             return None
         for request, begun in self._inbox:
-            self.states[request.id] = scheduler.submit(request, begun)
+            self.states[request.id] = scheduler.submit(request, begun, now)
         self._inbox.clear()
         if not scheduler.has_work:
             return None
@@ -113,8 +105,8 @@ class Replica:
         self._running = now, plan, result
         return now + result.duration
 
-    def end(self, now: float) -> Sequence[RequestState]:
-        """End the step that runs, if it is due; return who is finished by it."""
+    def end_step(self, now: float) -> Sequence[RequestState]:
+        """End the running step if it is due; return the requests that it finished."""
         if self._running is None or self._running[0] + self._running[2].duration > now:
             return ()
         start, plan, result = self._running
@@ -123,3 +115,17 @@ class Replica:
         self.steps.append(record)
         self.num_outstanding -= len(finished)
         return finished
+
+
+Router = Callable[[Request, Sequence[Replica]], Replica]
+"""Chooses one of the replicas that can serve a request; any function will do."""
+
+
+def round_robin(request: Request, replicas: Sequence[Replica]) -> Replica:
+    """Return the replica that was sent the fewest requests; of several, the first."""
+    return min(replicas, key=lambda replica: (replica.num_routed, replica.place))
+
+
+def least_outstanding(request: Request, replicas: Sequence[Replica]) -> Replica:
+    """Return the replica with the fewest unfinished requests; of several, the first."""
+    return min(replicas, key=lambda replica: (replica.num_outstanding, replica.place))

@@ -1,14 +1,13 @@
 """The clock of a cluster: arrivals, steps that end, and KV on its way."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
-from typing import Any, NamedTuple
 
-from cbresearch.cluster.replica import Replica, ReplicaConfig
-from cbresearch.cluster.routers import Router
+from cbresearch.cluster.replica import Replica, ReplicaConfig, Router, least_outstanding
 from cbresearch.request import Refusal, Request, RequestState
 from cbresearch.serve import record_of
 from cbresearch.trace import RequestRecord, Trace
@@ -43,20 +42,6 @@ class Handover:
         return self.latency + num_tokens * self.bytes_per_token / self.bandwidth
 
 
-class Route(NamedTuple):
-    """Where a request was served.
-
-    Attributes:
-        replica: Place of the replica that served it, or that computed its prompt.
-        decoded_by: Place of the replica that took it over, or None.
-        handed_over: Seconds at which it was there, or None.
-    """
-
-    replica: int
-    decoded_by: int | None = None
-    handed_over: float | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class ClusterRun:
     """What happened in a cluster.
@@ -65,13 +50,14 @@ class ClusterRun:
         router: The router's name.
         replicas: Each replica's trace; a request that was handed over is in both of its replicas'.
         requests: The requests as their clients saw them, in the order given.
-        routes: Where each was served, by id; refused ones are not in it.
+        routes: By request id, the places of the replicas that served it: one, or that of its prompt and then
+            that of its decoding; refused requests are not in it.
     """
 
     router: str
     replicas: tuple[Trace, ...]
     requests: tuple[RequestRecord, ...]
-    routes: dict[str, Route]
+    routes: dict[str, tuple[int, ...]]
 
     @property
     def trace(self) -> Trace:
@@ -82,19 +68,19 @@ class ClusterRun:
 def simulate_cluster(
     requests: Iterable[Request | Refusal],
     replicas: Sequence[ReplicaConfig],
-    router: Router,
+    router: Router = least_outstanding,
     handover: Handover | None = None,
 ) -> ClusterRun:
     """Serve requests on several replicas, each step by step, on one virtual clock.
 
-    A router sees what there is when a request arrives: steps that are under way have not ended. Where there
-    are replicas for prefill and for decode, a request's prompt and first token are computed by one of the
-    first kind, its KV moves, and one of the second kind goes on (DistServe, OSDI 2024).
+    A router sees what there is when a request arrives: running steps have not ended. Where there are replicas
+    for prefill and for decode, a request's prompt and first token are computed by one of the first kind, its
+    KV moves, and one of the second kind continues it (DistServe, OSDI 2024).
 
     Args:
-        requests: Who comes.
+        requests: The workload.
         replicas: The cluster.
-        router: Who decides; for the taking over as well.
+        router: Chooses each request's replica, and the one to which its KV moves.
         handover: How long KV takes to move; no time by default.
 
     Returns:
@@ -107,82 +93,81 @@ def simulate_cluster(
     given = list(requests)
     served = [request for request in given if isinstance(request, Request)]
     _check_cluster(served, replicas)
-    cluster = _Cluster([Replica(place, config) for place, config in enumerate(replicas)], router, handover)
-    cluster.run(served)
-    return ClusterRun(
-        router.name,
-        tuple(
-            Trace(
-                policy=replica.loop.scheduler.policy.name,
-                scheduler=replica.config.scheduler,
-                cache=replica.config.cache,
-                steps=tuple(replica.steps),
-                requests=tuple(record_of(state.request, state) for state in replica.states.values()),
-            )
-            for replica in cluster.replicas
-        ),
-        tuple(cluster.record(request) for request in given),
-        cluster.routes,
+    cluster = _Cluster(
+        [Replica(place, config) for place, config in enumerate(replicas)], router, handover or Handover()
     )
+    cluster.run(served)
+    traces = tuple(
+        Trace(
+            policy=replica.loop.scheduler.policy.name,
+            scheduler=replica.config.scheduler,
+            cache=replica.config.cache,
+            steps=tuple(replica.steps),
+            requests=tuple(record_of(state.request, state) for state in replica.states.values()),
+        )
+        for replica in cluster.replicas
+    )
+    name = getattr(router, "__name__", type(router).__name__)
+    return ClusterRun(name, traces, tuple(map(cluster.record, given)), cluster.routes)
 
 
 class _Cluster:
     """The replicas, the router, and what is under way between them."""
 
-    def __init__(self, replicas: list[Replica], router: Router, handover: Handover | None) -> None:
-        router.begin()
+    def __init__(self, replicas: list[Replica], router: Router, handover: Handover) -> None:
         self.replicas = replicas
-        self.routes: dict[str, Route] = {}
-        self._router = router
-        self._handover = handover or Handover()
+        self.routes: dict[str, tuple[int, ...]] = {}
+        self._decoders = [replica for replica in replicas if replica.config.role == "decode"]
+        self._fronts = [replica for replica in replicas if replica.config.role != "decode"]
+        self._router, self._handover = router, handover
         self._errors: dict[str, str] = {}
+        # Requests whose prompt is at a replica for prefill, which knows of their first token only.
         self._whole: dict[str, Request] = {}
         self._numbers = count()
-        # Seconds, number, what happens.
-        self._events: list[tuple[float, int, Any]] = []
+        # Seconds, number, the request that arrives (with its state if its KV moved) or None for a replica.
+        self._events: list[tuple[float, int, tuple[Request, RequestState | None] | None]] = []
 
     def run(self, requests: Iterable[Request]) -> None:
         """Serve requests until all are finished."""
         for request in sorted(requests, key=lambda request: request.arrival):
-            heappush(self._events, (request.arrival, next(self._numbers), request))
+            self._at(request.arrival, (request, None))
         while self._events:
             now = self._events[0][0]
             happening = []
             while self._events and self._events[0][0] == now:
                 happening.append(heappop(self._events)[2])
-            # Steps end before anyone arrives, as in a server of its own.
+            # Steps end before a request arrives, as in a single server.
             for replica in self.replicas:
-                for state in replica.end(now):
+                for state in replica.end_step(now):
                     self._hand_over(state, now)
             for event in happening:
-                if isinstance(event, Request):
-                    self._arrive(event)
-                elif event is not None:
+                if event is not None:
                     request, begun = event
-                    self._take_over(request, begun, now)
+                    self._arrive(request) if begun is None else self._continue(request, begun)
             for replica in self.replicas:
-                wake = replica.begin(now)
+                wake = replica.begin_step(now)
                 if wake is not None:
-                    heappush(self._events, (wake, next(self._numbers), None))
+                    self._at(wake, None)
 
     def record(self, request: Request | Refusal) -> RequestRecord:
-        """Return what there is to know of a request."""
+        """Return a request's record, of the replica that served it last."""
         if isinstance(request, Refusal) or request.id not in self.routes:
             return record_of(request, None, self._errors.get(request.id))
-        route = self.routes[request.id]
-        last = self.replicas[route.replica if route.decoded_by is None else route.decoded_by]
+        last = self.replicas[self.routes[request.id][-1]]
         return record_of(request, last.states[request.id])
 
+    def _at(self, time: float, event: tuple[Request, RequestState | None] | None) -> None:
+        heappush(self._events, (time, next(self._numbers), event))
+
     def _arrive(self, request: Request) -> None:
-        """Send a request to one of those that can serve it, on with others where it has to move."""
-        fronts = [replica for replica in self.replicas if replica.config.role != "decode"]
-        problems = {replica.place: self._problem(replica, request) for replica in fronts}
-        able = [replica for replica in fronts if problems[replica.place] is None]
+        """Send a request to one of the replicas that can serve it, or its prompt where it has to move."""
+        problems = [self._problem(replica, request) for replica in self._fronts]
+        able = [replica for replica, problem in zip(self._fronts, problems, strict=True) if problem is None]
         if not able:
-            self._errors[request.id] = next(iter(problems.values())) or ""
+            self._errors[request.id] = problems[0] or ""
             return
-        chosen = self._router.choose(request, able)
-        self.routes[request.id] = Route(chosen.place)
+        chosen = self._router(request, able)
+        self.routes[request.id] = (chosen.place,)
         if chosen.config.role == "prefill":
             self._whole[request.id] = request
             request = _first_part(request)
@@ -191,26 +176,20 @@ class _Cluster:
     def _problem(self, replica: Replica, request: Request) -> str | None:
         """Return why a replica cannot begin with a request, or None."""
         if replica.config.role == "both":
-            return replica.refusal(request)
-        takers = [other for other in self.replicas if other.config.role == "decode"]
-        problems = [taker.refusal(request) for taker in takers]
-        return replica.refusal(_first_part(request)) or (problems[0] if all(problems) else None)
+            return replica.reason_against(request)
+        problems = [decoder.reason_against(request) for decoder in self._decoders]
+        return replica.reason_against(_first_part(request)) or (problems[0] if all(problems) else None)
 
     def _hand_over(self, state: RequestState, now: float) -> None:
-        """Let a request's KV go on its way, if the request is not at its end with its first token."""
+        """Let a request's KV go on its way, unless the request ended with its first token."""
         whole = self._whole.pop(state.id, None)
         if whole is not None and state.finish_reason == "length" and whole.max_tokens > 1:
-            arrival = now + self._handover.seconds(state.num_computed_tokens)
-            heappush(self._events, (arrival, next(self._numbers), (whole, state)))
+            self._at(now + self._handover.seconds(state.num_computed_tokens), (whole, state))
 
-    def _take_over(self, request: Request, begun: RequestState, now: float) -> None:
-        able = [
-            replica
-            for replica in self.replicas
-            if replica.config.role == "decode" and replica.refusal(request) is None
-        ]
-        chosen = self._router.choose(request, able)
-        self.routes[request.id] = Route(self.routes[request.id].replica, chosen.place, now)
+    def _continue(self, request: Request, begun: RequestState) -> None:
+        able = [decoder for decoder in self._decoders if decoder.reason_against(request) is None]
+        chosen = self._router(request, able)
+        self.routes[request.id] += (chosen.place,)
         chosen.send(request, begun)
 
 
@@ -225,11 +204,9 @@ def _first_part(request: Request) -> Request:
 
 
 def _check_cluster(requests: Iterable[Request], replicas: Sequence[ReplicaConfig]) -> None:
-    seen: set[str] = set()
-    for request in requests:
-        if request.id in seen:
-            raise ValueError(f"request {request.id!r} is given twice; give each request an id of its own")
-        seen.add(request.id)
+    for request_id, number in Counter(request.id for request in requests).items():
+        if number > 1:
+            raise ValueError(f"request {request_id!r} is given twice; give each request an id of its own")
     if not replicas:
         raise ValueError("the cluster has no replica; give at least one")
     roles = {config.role for config in replicas}

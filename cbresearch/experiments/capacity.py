@@ -38,20 +38,29 @@ class Capacity:
     """The largest arrival rate that keeps an SLO.
 
     Attributes:
-        rate: Requests per second; None where there is no such rate, or no end to them.
-        kept: The largest rate found that keeps it; None if none does.
-        lost: The smallest rate found that does not; None if none is lost.
         tried: All that was tried, by rate.
-        slo: What was promised.
+        slo: The promise to each request.
         attainment: The share of requests that had to keep it.
     """
 
-    rate: float | None
-    kept: TriedRate | None
-    lost: TriedRate | None
     tried: tuple[TriedRate, ...]
     slo: Slo
     attainment: float
+
+    @property
+    def kept(self) -> TriedRate | None:
+        """Return the largest rate tried that keeps the SLO, or None."""
+        return max((one for one in self.tried if one.attainment >= self.attainment), default=None)
+
+    @property
+    def lost(self) -> TriedRate | None:
+        """Return the smallest rate tried that does not keep the SLO, or None."""
+        return min((one for one in self.tried if one.attainment < self.attainment), default=None)
+
+    @property
+    def rate(self) -> float | None:
+        """Return the capacity in requests per second; None if there is no such rate, or no end to them."""
+        return self.kept.rate if self.kept is not None and self.lost is not None else None
 
     @property
     def is_monotone(self) -> bool:
@@ -63,22 +72,18 @@ class Capacity:
         demands = {field.name: getattr(self.slo, field.name) for field in fields(self.slo)}
         promised = ", ".join(f"{name} ≤ {most:g} s" for name, most in demands.items() if most is not None)
         share = f"{self.attainment:.4g} of the requests"
+
+        def found(tried: TriedRate) -> str:
+            return f"at {tried.rate:.4g} requests/s {tried.attainment:.4g} do"
+
         if self.kept is None:
-            lowest = self.tried[0]
-            return (
-                f"at no rate tried do {share} keep {promised}: at {lowest.rate:.4g} requests/s "
-                f"{lowest.attainment:.4g} do; start lower, unless a request alone takes too long"
-            )
+            lowest = f"at no rate tried do {share} keep {promised}: {found(self.tried[0])}"
+            return f"{lowest}; start lower, unless a request alone takes too long"
         if self.lost is None:
-            highest = self.tried[-1]
-            return (
-                f"at every rate tried {share} keep {promised}: at {highest.rate:.4g} requests/s "
-                f"{highest.attainment:.4g} do; draw more requests, so that queues can grow, or start higher"
-            )
-        return (
-            f"up to {self.kept.rate:.4g} requests/s, {share} keep {promised}: there "
-            f"{self.kept.attainment:.4g} do, at {self.lost.rate:.4g} requests/s {self.lost.attainment:.4g}"
-        )
+            highest = f"at every rate tried {share} keep {promised}: {found(self.tried[-1])}"
+            return f"{highest}; draw more requests, so that queues can grow, or start higher"
+        between = f"{found(self.kept)}, {found(self.lost)}"
+        return f"up to {self.kept.rate:.4g} requests/s, {share} keep {promised}: {between}"
 
 
 def capacity(
@@ -119,7 +124,7 @@ def capacity(
         n_jobs: Processes at once for the seeds of a rate, as for `sweep`.
 
     Raises:
-        ValueError: A number is out of range, the policy is unknown, or nobody comes.
+        ValueError: A number is out of range, the policy is unknown, or no request is drawn.
         RuntimeError: A run failed; the error names the rate, the seed and the reason.
     """
     if not 0 < attainment <= 1:
@@ -130,51 +135,37 @@ def capacity(
     numbers = checked_seeds(seeds)
     built = get(policy) if isinstance(policy, str) else policy
     limits = scheduler or SchedulerConfig()
-    tried: dict[float, TriedRate] = {}
+    tried: list[TriedRate] = []
+
+    def result() -> Capacity:
+        return Capacity(tuple(sorted(tried)), slo, attainment)
 
     def keeps(rate: float) -> bool:
-        points = [
-            (place, Point(partial(workload, rate), built, limits, cache, cost, seed, slo))
-            for place, seed in enumerate(numbers)
-        ]
+        draw = partial(workload, rate)
+        points = [(Point(draw, built, limits, cache, cost, seed, slo),) for seed in numbers]
         num_kept = num_requests = 0
-        for place, counts, error in run_all(count_kept, points, n_jobs):
+        for place, counts, error in run_all(count_kept, enumerate(points), n_jobs):
             if error is not None:
                 raise RuntimeError(f"at {rate:g} requests/s with seed {numbers[place]}: {error}")
             num_kept += counts[0]
             num_requests += counts[1]
             bar.update()
         if not num_requests:
-            raise ValueError(f"the workload draws nobody at {rate:g} requests/s; it must return requests")
-        tried[rate] = TriedRate(rate, num_kept / num_requests, num_requests)
-        bar.set_postfix(rate=f"{rate:g}", attainment=f"{tried[rate].attainment:.3f}", refresh=False)
-        return tried[rate].attainment >= attainment
+            raise ValueError(f"the workload draws no request at {rate:g} requests/s; it must return some")
+        share = num_kept / num_requests
+        tried.append(TriedRate(rate, share, num_requests))
+        bar.set_postfix(rate=f"{rate:g}", attainment=f"{share:.3f}", refresh=False)
+        return share >= attainment
 
     with progress_bar(None, "capacity", "run") as bar:
-        low, high = _bracket(keeps, start, max_doublings)
-        while low is not None and high is not None and high > low * (1 + tolerance):
+        rate, goes_up = start, keeps(start)
+        for _ in range(int(max_doublings)):
+            rate = rate * 2 if goes_up else rate / 2
+            if keeps(rate) != goes_up:
+                break
+        found = result()
+        while found.kept and found.lost and found.lost.rate > found.kept.rate * (1 + tolerance):
             # The geometric mean halves the bracket in the measure by which it is judged.
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if keeps(middle) else (low, middle)
-    return Capacity(
-        rate=low if high is not None else None,
-        kept=None if low is None else tried[low],
-        lost=None if high is None else tried[high],
-        tried=tuple(tried[rate] for rate in sorted(tried)),
-        slo=slo,
-        attainment=attainment,
-    )
-
-
-def _bracket(
-    keeps: Callable[[float], bool], start: float, max_doublings: int
-) -> tuple[float | None, float | None]:
-    """Return a rate that keeps and one that does not, a factor of 2 apart; None for what is not there."""
-    rate = start
-    upwards = keeps(rate)
-    for _ in range(int(max_doublings)):
-        following = rate * 2 if upwards else rate / 2
-        if keeps(following) != upwards:
-            return (rate, following) if upwards else (following, rate)
-        rate = following
-    return (rate, None) if upwards else (None, rate)
+            keeps(math.sqrt(found.kept.rate * found.lost.rate))
+            found = result()
+    return found

@@ -1,24 +1,30 @@
 """The same requests under several policies, with an environment stamp and tidy results."""
 
-import math
+import json
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import reprlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from cbresearch import formulas, metrics
-from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
+from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.experiments.environment import environment, progress_bar
+from cbresearch.experiments.points import refuse_twice
+from cbresearch.experiments.simulation_error import predict_run
+from cbresearch.metrics import Reporting
+from cbresearch.model_shape import ModelShape
 from cbresearch.policies import Policy, get
 from cbresearch.request import Refusal, Request, expand
 from cbresearch.scheduler import Scheduler
-from cbresearch.serve import Executor, serve
-from cbresearch.simulator import CostExecutor, unlimited_cache, simulate
-from cbresearch.trace import StepRecord, Trace, write_columns, write_json
+from cbresearch.serve import serve
+from cbresearch.simulator import simulate, unlimited_cache
+from cbresearch.trace import StepRecord, Trace, write_columns, write_whole
 from cbresearch.workloads import load, resolve_prompts
 
 if TYPE_CHECKING:
@@ -27,8 +33,12 @@ if TYPE_CHECKING:
 
     from cbresearch.models import LoadedModel
 
-Workload = str | os.PathLike[str] | Sequence[Request | Refusal]
+Requests = Sequence[Request | Refusal]
+Workload = str | os.PathLike[str] | Requests
 Policies = str | Policy | Sequence[str | Policy]
+CacheSizer = Callable[[Requests, SchedulerConfig, ModelShape | None], CacheConfig]
+
+_PLAIN = Reporting()
 
 
 class Prediction(NamedTuple):
@@ -57,9 +67,6 @@ class Comparison:
         bytes_per_token: KV bytes of one token, or None without a model.
         answers: (prompt text, output text by policy) of each request, where there was a model.
         predictions: What the formulas say beside what was measured.
-        slo: What was promised to the clients, or None.
-        price_per_hour: What an hour of the machine costs, or None.
-        currency: Of the price.
     """
 
     traces: Mapping[str, Trace]
@@ -68,208 +75,175 @@ class Comparison:
     bytes_per_token: int | None = None
     answers: tuple[tuple[str, Mapping[str, str]], ...] = ()
     predictions: tuple[Prediction, ...] = ()
-    slo: metrics.Slo | None = None
-    price_per_hour: float | None = None
-    currency: str = "USD"
+    _kpi: dict[Reporting, list[metrics.KpiRow]] = field(default_factory=dict, repr=False, compare=False)
 
-    @property
-    def kpi(self) -> list[metrics.KpiRow]:
-        """Return the key figures, one column a policy."""
-        return metrics.kpi_table(
-            self.traces,
-            self.bytes_per_token,
-            metrics.Reporting(self.slo, self.price_per_hour, self.currency),
-        )
+    def kpi(self, reporting: Reporting = _PLAIN) -> list[metrics.KpiRow]:
+        """Return the key figures, one column a policy; for the same terms they are computed once.
 
-    def frame(self) -> "pd.DataFrame":
-        """Return the metrics as a tidy pandas frame: one row a policy and quantity."""
+        Args:
+            reporting: The SLO and the price, for goodput and the cost of tokens.
+        """
+        if reporting not in self._kpi:
+            self._kpi[reporting] = metrics.kpi_table(self.traces, self.bytes_per_token, reporting)
+        return self._kpi[reporting]
+
+    def kpi_frame(self, reporting: Reporting = _PLAIN) -> "pd.DataFrame":
+        """Return the key figures as a pandas frame of texts, one column a policy.
+
+        Args:
+            reporting: The SLO and the price, for goodput and the cost of tokens.
+        """
         import pandas as pd
 
-        rows = [
-            {"policy": policy, "metric": name, "value": value}
-            for policy, trace in self.traces.items()
-            for name, value in self._summary(trace).items()
+        rows = self.kpi(reporting)
+        names = [f"{row.name} ({row.unit})" if row.unit else row.name for row in rows]
+        texts = [
+            [f"{value} (n={n})" if n else value for value, n in zip_longest(row.values, row.sizes)]
+            for row in rows
         ]
-        return pd.DataFrame(rows)
-
-    def kpi_frame(self) -> "pd.DataFrame":
-        """Return the key figures as a pandas frame of texts, one column a policy."""
-        import pandas as pd
-
-        rows = {
-            f"{row.name} ({row.unit})" if row.unit else row.name: [
-                f"{value} (n={row.sizes[place]})" if row.sizes else value
-                for place, value in enumerate(row.values)
-            ]
-            for row in self.kpi
-        }
-        return pd.DataFrame.from_dict(rows, orient="index", columns=list(self.traces))
+        return pd.DataFrame(texts, index=names, columns=list(self.traces))
 
     def prediction_frame(self) -> "pd.DataFrame":
         """Return predicted and measured values with their relative error, as a pandas frame."""
         import pandas as pd
 
-        return pd.DataFrame(
-            [(row.predicted, row.measured, row.relative_error) for row in self.predictions],
-            index=[row.quantity for row in self.predictions],
-            columns=["predicted", "measured", "relative error"],
-        )
+        rows = [(*row, row.relative_error) for row in self.predictions]
+        frame = pd.DataFrame(rows, columns=["quantity", "predicted", "measured", "relative error"])
+        return frame.set_index("quantity").rename_axis(None)
 
-    def write(self, folder: str | Path) -> None:
-        """Write `results.json`, `requests.csv` and `steps.csv` into a folder, each whole or not at all."""
-        folder = Path(folder)
-        runs = [{**trace.to_json(), "metrics": self._summary(trace)} for trace in self.traces.values()]
-        predictions = [{**row._asdict(), "relative_error": row.relative_error} for row in self.predictions]
-        write_json(
-            folder / "results.json",
-            {"environment": dict(self.environment), "runs": runs, "predictions": predictions},
-        )
-        write_columns(
-            folder / "requests.csv", {name: run.request_columns for name, run in self.traces.items()}, "policy"
-        )
-        write_columns(
-            folder / "steps.csv", {name: run.step_columns for name, run in self.traces.items()}, "policy"
-        )
+    def write(self, folder: str | Path, reporting: Reporting = _PLAIN) -> None:
+        """Write `results.json`, `requests.csv` and `steps.csv` into a folder, each whole or not at all.
 
-    def _summary(self, trace: Trace) -> dict[str, float | int | None]:
-        return metrics.summary(
-            trace, self.bytes_per_token, metrics.Reporting(self.slo, self.price_per_hour, self.currency)
-        )
+        Args:
+            folder: It is made if it is not there.
+            reporting: The SLO and the price, for goodput and the cost of tokens.
+        """
+        runs = [
+            {**trace.to_json(), "metrics": metrics.summary(trace, self.bytes_per_token, reporting)}
+            for trace in self.traces.values()
+        ]
+        rows = [{**row._asdict(), "relative_error": row.relative_error} for row in self.predictions]
+        results = {"environment": dict(self.environment), "runs": runs, "predictions": rows}
+        # On one line, for the tokens are millions: json writes that five times as fast as indented lines.
+        write_whole(Path(folder, "results.json"), json.dumps(results, allow_nan=False) + "\n")
+        columns = {policy: trace.request_columns for policy, trace in self.traces.items()}
+        write_columns(Path(folder, "requests.csv"), columns, "policy")
+        columns = {policy: trace.step_columns for policy, trace in self.traces.items()}
+        write_columns(Path(folder, "steps.csv"), columns, "policy")
 
 
 def compare(
-    model: "str | LoadedModel",
     workload: Workload,
     policies: Policies = ("static", "fcfs"),
-    *,
+    *misplaced: object,
+    model: "str | LoadedModel | None" = None,
+    cost: CostModel | None = None,
     scheduler: SchedulerConfig | None = None,
-    block_size: int = 16,
-    num_blocks: int | None = None,
-    prefix_caching: bool = True,
-    num_host_blocks: int | None = None,
+    cache: CacheConfig | CacheSizer | None = None,
     seed: int = 0,
+    compile: bool = False,
     trust_remote_code: bool = False,
-    slo: metrics.Slo | None = None,
-    price_per_hour: float | None = None,
-    currency: str = "USD",
 ) -> Comparison:
-    """Serve a workload on a real model, once under each policy.
+    """Serve a workload once under each policy, on a real model or by a cost model in the simulator.
 
     Args:
+        workload: A preset, a workload file, or requests. In the simulator, text counts as an estimate of its
+            length.
+        policies: Policy names, options included, or policies.
+        *misplaced: None; all that follows is given by name.
         model: A model's name for `models.load`, or a model loaded already.
-        workload: A preset, a workload file, or requests.
-        policies: Policy names, options included, or policies that have served nobody yet.
+        cost: The step time of the simulator; either this or a model is needed.
         scheduler: The limits of a step.
-        block_size: Tokens per KV block.
-        num_blocks: Blocks in the KV pool; by default as many as full seats can ever need.
-        prefix_caching: Share the KV of prompts that begin alike.
-        num_host_blocks: Blocks in the host's pool; by default as many as in the KV pool where
-            `scheduler.preemption` is "swap", else none.
-        seed: Seed of the workload.
+        cache: The KV pool, or a function that sizes it once the requests are known; `default_cache` by
+            default, with prefix caching and a pool that never runs out.
+        seed: Seed of the workload, and of what the model samples.
+        compile: Compile the model first: for long runs; see `engine.ModelExecutor`.
         trust_remote_code: Allow code that ships with the weights to run.
-        slo: What was promised to the clients, for goodput.
-        price_per_hour: What an hour of the machine costs, for the cost of tokens.
-        currency: Of the price.
 
     Raises:
+        TypeError: There is neither a model nor a cost, or both, or an argument without its name.
         ValueError: A name is unknown or a limit out of range.
     """
+    if misplaced or (model is None) == (cost is None):
+        raise TypeError(_advice(workload, policies, *misplaced, both=cost is not None and model is not None))
     built = _built(policies)
-    _check_price(price_per_hour)
-    given = _given(workload, seed)
-    from cbresearch import models
+    if isinstance(workload, str | os.PathLike):
+        given = load(workload, np.random.default_rng(seed))
+        label = Path(workload).name
+    else:
+        given = list(workload)
+        label = f"{len(given)} requests"
+    loaded = None if model is None else _loaded(model, trust_remote_code)
+    shape = None if loaded is None else loaded.shape
+    encode, vocab_size = (None, None) if loaded is None else (loaded.encode, loaded.shape.vocab_size)
+    requests = expand(resolve_prompts(given, encode, vocab_size, np.random.default_rng(seed)))
+    limits = scheduler or SchedulerConfig()
+    pool = cache if isinstance(cache, CacheConfig) else (cache or default_cache)(requests, limits, shape)
+    facts: dict[str, object] = {"workload": label, "seed": seed}
+    traces = {}
+    if cost is not None:
+        for policy in built:
+            # Many steps are taken at once, so that the run is over before a bar is of use.
+            with progress_bar(len(requests), policy.name, "request") as bar:
+                traces[policy.name] = simulate(requests, policy, cost=cost, scheduler=limits, cache=pool)
+                bar.update(len(requests))
+        stamp = environment(**facts, cost=repr(cost))
+        return Comparison(traces, stamp, tuple(requests), predictions=tuple(predictions(traces)))
+    assert loaded is not None
     from cbresearch.engine import ModelExecutor
 
-    loaded = models.load(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
-    rng = np.random.default_rng(seed)
-    requests = expand(resolve_prompts(given, loaded.encode, loaded.shape.vocab_size, rng))
-    scheduler = scheduler or SchedulerConfig()
-    cache = _cache(scheduler, block_size, num_blocks, prefix_caching, num_host_blocks, requests, loaded.shape)
-    pool_bytes = 0
-
-    def executor() -> Executor:
-        nonlocal pool_bytes
-        built = ModelExecutor(loaded, scheduler, cache, seed=seed)
-        built.warm_up()
-        pool_bytes = built.cache.num_bytes
-        return built
-
-    traces = _run(requests, built, scheduler, cache, executor)
+    for policy in built:
+        executor = ModelExecutor(loaded, limits, pool, seed=seed, compile=compile)
+        executor.warm_up()
+        with progress_bar(len(requests), policy.name, "request") as bar:
+            mechanism = Scheduler(policy, limits, pool)
+            traces[policy.name] = serve(requests, mechanism, executor, on_step=_shown_on(bar))
     bytes_per_token = formulas.kv_bytes_per_token(loaded.shape)
+    size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, executor.cache.num_bytes)
+    facts |= {"device": loaded.model.device, "dtype": loaded.model.dtype, "compiled": compile}
+    threads = os.environ.get("OMP_NUM_THREADS", "default")
     return Comparison(
-        traces=traces,
-        environment=environment(
-            model=loaded.name,
-            workload=_label(workload),
-            seed=seed,
-            device=str(loaded.model.device),
-            dtype=str(loaded.model.dtype),
-            omp_num_threads=os.environ.get("OMP_NUM_THREADS", "default"),
-        ),
-        requests=tuple(requests),
-        bytes_per_token=bytes_per_token,
-        answers=_answers(expand(given), traces, loaded.decode),
-        predictions=(
-            *predictions(traces),
-            *_fitted(traces, requests),
-            Prediction("KV pool (bytes)", bytes_per_token * cache.num_tokens, pool_bytes),
-        ),
-        slo=slo,
-        price_per_hour=price_per_hour,
-        currency=currency,
+        traces,
+        environment(model=loaded.name, **facts, omp_num_threads=threads),
+        tuple(requests),
+        bytes_per_token,
+        tuple(_answers(expand(given), traces, loaded.decode)),
+        (*predictions(traces), *_fitted(traces, requests, built), size),
     )
 
 
-def compare_simulated(
-    workload: Workload,
-    policies: Policies = ("static", "fcfs"),
+def default_cache(
+    requests: Sequence[Request | Refusal],
+    scheduler: SchedulerConfig,
+    shape: ModelShape | None = None,
     *,
-    cost: CostModel,
-    scheduler: SchedulerConfig | None = None,
-    block_size: int = 16,
     num_blocks: int | None = None,
+    block_size: int = 16,
     prefix_caching: bool = True,
     num_host_blocks: int | None = None,
-    seed: int = 0,
-    slo: metrics.Slo | None = None,
-    price_per_hour: float | None = None,
-    currency: str = "USD",
-) -> Comparison:
-    """Serve a workload in the simulator, once under each policy.
+) -> CacheConfig:
+    """Size the KV pool of a comparison; here, and nowhere else, prefix caching is on by default.
+
+    Blocks that fell out of a sliding window are freed if all layers of the model have that window.
 
     Args:
-        workload: A preset, a workload file, or requests; text counts as an estimate of its length.
-        policies: Policy names, options included, or policies that have served nobody yet.
-        cost: The step time.
+        requests: The requests to serve.
         scheduler: The limits of a step.
-        block_size: Tokens per KV block.
+        shape: The model's, or None in the simulator.
         num_blocks: Blocks in the KV pool; by default as many as full seats can ever need.
+        block_size: Tokens per block.
         prefix_caching: Share the KV of prompts that begin alike.
         num_host_blocks: Blocks in the host's pool; by default as many as in the KV pool where
             `scheduler.preemption` is "swap", else none.
-        seed: Seed of the workload.
-        slo: What was promised to the clients, for goodput.
-        price_per_hour: What an hour of the machine costs, for the cost of tokens.
-        currency: Of the price.
-
-    Raises:
-        ValueError: A name is unknown or a limit out of range.
     """
-    built = _built(policies)
-    _check_price(price_per_hour)
-    requests = expand(resolve_prompts(_given(workload, seed), None, None, np.random.default_rng(seed)))
-    scheduler = scheduler or SchedulerConfig()
-    cache = _cache(scheduler, block_size, num_blocks, prefix_caching, num_host_blocks, requests, None)
-    traces = _run(requests, built, scheduler, cache, lambda: CostExecutor(cost))
-    return Comparison(
-        traces=traces,
-        environment=environment(workload=_label(workload), seed=seed, cost=repr(cost)),
-        requests=tuple(requests),
-        predictions=tuple(predictions(traces)),
-        slo=slo,
-        price_per_hour=price_per_hour,
-        currency=currency,
-    )
+    if num_blocks is None:
+        longest = None if shape is None else shape.max_model_len
+        num_blocks = unlimited_cache(requests, scheduler.max_num_seqs, block_size, longest).num_blocks
+    if num_host_blocks is None:
+        num_host_blocks = num_blocks if scheduler.preemption == "swap" else 0
+    is_windowed = shape is not None and shape.num_sliding_layers == shape.num_layers
+    window = shape.sliding_window if shape is not None and is_windowed else None
+    return CacheConfig(num_blocks, block_size, prefix_caching, num_host_blocks, window)
 
 
 def predictions(traces: Mapping[str, Trace]) -> list[Prediction]:
@@ -285,153 +259,83 @@ def predictions(traces: Mapping[str, Trace]) -> list[Prediction]:
     lengths = [len(record.tokens) for record in static.served]
     seats = static.scheduler.max_num_seqs
     mean, longest = float(np.mean(lengths)), formulas.expected_max(lengths, seats)
-    measured = metrics.speed_up(static, other)
-    return [
-        Prediction(
-            "static: utilization, endless queue of these lengths, E[X]/E[M_B]",
-            formulas.static_utilization(mean, longest),
-            metrics.utilization(static),
-        ),
-        Prediction(
-            "static: utilization, this queue",
-            sum(lengths) / (seats * formulas.static_steps(lengths, seats)),
-            metrics.utilization(static),
-        ),
-        Prediction(
-            "static: steps, sum of batch maxima", formulas.static_steps(lengths, seats), len(static.steps)
-        ),
-        Prediction(
-            f"{other.policy}: steps, list scheduling",
-            formulas.continuous_steps(lengths, seats),
-            len(other.steps),
-        ),
-        Prediction(
-            "speed-up, endless queue of these lengths, E[M_B]/E[X]",
-            formulas.speed_up(mean, longest),
-            measured,
-        ),
-        Prediction("speed-up, this queue, equal steps", formulas.finite_speed_up(lengths, seats), measured),
+    static_steps = formulas.static_steps(lengths, seats)
+    other_steps = formulas.continuous_steps(lengths, seats)
+    utilization, speed_up = metrics.utilization(static), metrics.speed_up(static, other)
+    endless = "endless queue of these lengths"
+    static_use, speed = formulas.static_utilization(mean, longest), formulas.speed_up(mean, longest)
+    rows = [
+        (f"static: utilization, {endless}, E[X]/E[M_B]", static_use, utilization),
+        ("static: utilization, this queue", sum(lengths) / (seats * static_steps), utilization),
+        ("static: steps, sum of batch maxima", static_steps, len(static.steps)),
+        (f"{other.policy}: steps, list scheduling", other_steps, len(other.steps)),
+        (f"speed-up, {endless}, E[M_B]/E[X]", speed, speed_up),
+        ("speed-up, this queue, equal steps", formulas.finite_speed_up(lengths, seats), speed_up),
     ]
+    return [Prediction(*row) for row in rows]
 
 
-def _run(
-    requests: Sequence[Request | Refusal],
-    policies: Sequence[Policy],
-    scheduler: SchedulerConfig,
-    cache: CacheConfig,
-    executor: Callable[[], Executor],
-) -> dict[str, Trace]:
-    num_requests = sum(isinstance(request, Request) for request in requests)
-    traces = {}
-    for policy in policies:
-        with progress_bar(num_requests, policy.name, "request") as bar:
+def _advice(*arguments: object, both: bool) -> str:
+    """Return what to write in the place of a call that compare cannot make sense of."""
+    given, problem = ", ".join(map(reprlib.repr, arguments)), "both model and" if both else "no model or"
+    call = 'compare("chat24", ["static", "fcfs"],'
+    order = "the workload comes first, the policies second, and all else by name"
+    return f'compare({given}) has {problem} cost; {order}: {call} model="tiny") or {call} cost=Linear(0.01))'
 
-            def advance(record: StepRecord, bar: "tqdm[Any]" = bar) -> None:
-                bar.update(len(record.finished))
-                bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
 
-            mechanism = Scheduler(policy, scheduler, cache)
-            built = executor()
-            # A simulation takes many steps at once, and is over before a bar is of use.
-            is_simulated = isinstance(built, CostExecutor)
-            traces[policy.name] = serve(requests, mechanism, built, on_step=None if is_simulated else advance)
-            bar.update(num_requests - bar.n if is_simulated else 0)
-    return traces
+def _shown_on(bar: "tqdm[Any]") -> Callable[[StepRecord], None]:
+    """Return what a run calls with each step's record, to move a progress bar of its requests."""
+
+    def advance(record: StepRecord) -> None:
+        bar.update(len(record.finished))
+        bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
+
+    return advance
+
+
+def _loaded(model: "str | LoadedModel", trust_remote_code: bool) -> "LoadedModel":
+    from cbresearch import models
+
+    return models.load(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
 
 
 def _built(policies: Policies) -> list[Policy]:
-    """Build the policies, and see that each has a name of its own."""
+    """Build the policies, and see that each has a name of its own, by which its run is known."""
     given = [policies] if isinstance(policies, str | Policy) else list(policies)
     if not given:
         raise ValueError("no policy is given; name at least one, such as 'fcfs'")
     built = [get(policy) for policy in given]
-    names = [policy.name for policy in built]
-    for place, name in enumerate(names):
-        if name in names[:place]:
-            raise ValueError(f"policy {name!r} is given twice; a run is known by its policy's name")
+    refuse_twice([policy.name for policy in built], "policy")
     return built
 
 
-def _check_price(price_per_hour: float | None) -> None:
-    """Refuse before the work what would be refused after it."""
-    if price_per_hour is not None and not 0 <= price_per_hour < math.inf:
-        raise ValueError(f"price_per_hour is {price_per_hour!r}; give a finite price of 0 or more")
-
-
-def _given(workload: Workload, seed: int) -> list[Request | Refusal]:
-    if isinstance(workload, str | os.PathLike):
-        return load(workload, np.random.default_rng(seed))
-    return list(workload)
-
-
-def _label(workload: Workload) -> str:
-    return Path(workload).name if isinstance(workload, str | os.PathLike) else f"{len(workload)} requests"
-
-
-def _cache(
-    scheduler: SchedulerConfig,
-    block_size: int,
-    num_blocks: int | None,
-    prefix_caching: bool,
-    num_host_blocks: int | None,
-    requests: Sequence[Request | Refusal],
-    shape: ModelShape | None,
-) -> CacheConfig:
-    """Size the pools; whatever falls out of a window that all layers have is freed."""
-    pool = (
-        unlimited_cache(requests, scheduler.max_num_seqs, block_size, shape.max_model_len if shape else None)
-        if num_blocks is None
-        else CacheConfig(num_blocks, block_size)
-    )
-    if num_host_blocks is None:
-        num_host_blocks = pool.num_blocks if scheduler.preemption == "swap" else 0
-    is_windowed = shape is not None and shape.num_sliding_layers == shape.num_layers
-    return replace(
-        pool,
-        prefix_caching=prefix_caching,
-        num_host_blocks=num_host_blocks,
-        sliding_window=shape.sliding_window if shape is not None and is_windowed else None,
-    )
-
-
 def _answers(
-    given: Sequence[Request | Refusal], traces: Mapping[str, Trace], decode: Callable[[Sequence[int]], str]
-) -> tuple[tuple[str, Mapping[str, str]], ...]:
-    answers = []
+    given: Requests, traces: Mapping[str, Trace], decode: Callable[[Sequence[int]], str]
+) -> Iterator[tuple[str, Mapping[str, str]]]:
     for place, request in enumerate(given):
         records = {name: trace.requests[place] for name, trace in traces.items()}
         if isinstance(request, Request) and all(record.error is None for record in records.values()):
             prompt = request.prompt if isinstance(request.prompt, str) else f"request {request.id}"
-            answers.append((prompt, {name: decode(record.tokens) for name, record in records.items()}))
-    return tuple(answers)
+            yield prompt, {name: decode(record.tokens) for name, record in records.items()}
 
 
 def _static_and_other(traces: Mapping[str, Trace]) -> tuple[Trace, Trace] | None:
-    """Return the first static run and the first other one that served somebody, if there are both."""
-    ran = [trace for trace in traces.values() if trace.steps]
-    static = next((trace for trace in ran if trace.policy.partition(":")[0] == "static"), None)
-    other = next((trace for trace in ran if trace.policy.partition(":")[0] != "static"), None)
-    return None if static is None or other is None else (static, other)
+    """Return the first static run and the first other one that served a request, if there are both."""
+    first: dict[bool, Trace] = {}
+    for trace in traces.values():
+        if trace.steps:
+            first.setdefault(trace.policy.partition(":")[0] == "static", trace)
+    return (first[True], first[False]) if len(first) == 2 else None
 
 
-def _fitted(traces: Mapping[str, Trace], requests: Iterable[Request | Refusal]) -> list[Prediction]:
+def _fitted(
+    traces: Mapping[str, Trace], requests: Requests, policies: Sequence[Policy]
+) -> Iterator[Prediction]:
     """Fit one step time to the real runs, and let the simulator say how they should compare."""
     pair = _static_and_other(traces)
-    if pair is None or sum(step.duration > 0 for trace in pair for step in trace.steps) < 3:
-        return []
-    cost = Linear.fit(*pair, context=True)
-    lengths = {record.id: len(record.tokens) for record in pair[0].served}
-    known = [
-        replace(request, output_length=lengths[request.id])
-        for request in requests
-        if isinstance(request, Request) and request.id in lengths
-    ]
-    again = [
-        simulate(known, trace.policy, cost=cost, scheduler=trace.scheduler, cache=trace.cache)
-        for trace in pair
-    ]
-    return [
-        Prediction(
-            "speed-up, simulated with a fitted step time", metrics.speed_up(*again), metrics.speed_up(*pair)
-        )
-    ]
+    if pair is not None and sum(step.duration > 0 for trace in pair for step in trace.steps) >= 3:
+        cost = Linear.fit(*pair, context=True)
+        by_name = {policy.name: policy for policy in policies}
+        again = [predict_run(trace, requests, cost, by_name[trace.policy]) for trace in pair]
+        name = "speed-up, simulated with a fitted step time"
+        yield Prediction(name, metrics.speed_up(*again), metrics.speed_up(*pair))

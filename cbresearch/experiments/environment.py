@@ -1,4 +1,4 @@
-"""What experiments share: the stamp of what they ran on, and the progress bar."""
+"""The stamp of what an experiment ran on, and its progress bar."""
 
 import os
 import platform
@@ -11,12 +11,10 @@ from tqdm.auto import tqdm
 
 def environment(**facts: object) -> dict[str, str]:
     """Return what a result depends on beside its inputs: versions, platform, cores, and the given facts."""
-    packages = {}
-    for name in ("cbresearch", "torch", "triton", "transformers", "numpy"):
-        try:
-            packages[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            packages[name] = "not installed"
+    packages = {
+        name: next((found.version for found in metadata.distributions(name=name)), "not installed")
+        for name in ("cbresearch", "torch", "triton", "transformers", "numpy")
+    }
     return {
         **{name: str(value) for name, value in facts.items()},
         "python": platform.python_version(),
@@ -30,10 +28,10 @@ def progress_bar(total: int | None, label: str, unit: str, initial: int = 0) -> 
     """Return a progress bar on the error stream; TQDM_DISABLE turns it off.
 
     Args:
-        total: How much there is to do, or None if nobody knows.
+        total: Number of units, or None if it is not known.
         label: What is done.
         unit: What is counted.
-        initial: How much was done already.
+        initial: Number of units that are done already.
     """
     # Asked for by hand, since tqdm's notebook bar does not read its own variable.
     quiet = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")

@@ -1,17 +1,15 @@
-"""One run of a sweep: draw the requests, serve them in the simulator, measure; in whatever process."""
+"""Single simulated runs of sweeps and searches, spread over processes by joblib."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from operator import index
-from typing import Any, NamedTuple
+from numbers import Integral
+from typing import Any
 
 import numpy as np
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.metrics import Slo, goodput, slo_attainment, summary
+from cbresearch.metrics import Reporting, Slo, summary
 from cbresearch.policies import Policy
 from cbresearch.request import Refusal, Request, expand
 from cbresearch.simulator import simulate
@@ -26,13 +24,13 @@ class Point:
     """All that a run depends on.
 
     Attributes:
-        workload: A name for `workloads.load`, or a function that draws the requests.
-        policy: Who decides.
+        workload: A name for `workloads.load`, or a function that draws the requests from a generator.
+        policy: The policy, which the run copies.
         scheduler: The limits of a step.
         cache: The KV pool, or None for one in which memory never runs out.
         cost: The step time.
         seed: Of the run's own generator.
-        slo: What is promised, or None.
+        slo: The promise, or None.
     """
 
     workload: str | Draw
@@ -44,14 +42,6 @@ class Point:
     slo: Slo | None = None
 
 
-class Outcome(NamedTuple):
-    """What became of the point at a place: what it gave, or the error that ended it."""
-
-    place: int
-    value: Any
-    error: str | None
-
-
 def serve_point(point: Point) -> Trace:
     """Draw a point's requests from its seed alone, and serve them in the simulator."""
     rng = np.random.default_rng(point.seed)
@@ -61,54 +51,69 @@ def serve_point(point: Point) -> Trace:
     return simulate(requests, point.policy, cost=point.cost, scheduler=point.scheduler, cache=point.cache)
 
 
-def measure(point: Point) -> dict[str, float | int | None]:
-    """Return a run's `metrics.summary`; with an SLO, how much of it was kept too."""
-    trace = serve_point(point)
-    measured = summary(trace)
-    if point.slo is not None:
-        measured["slo_attainment"] = slo_attainment(trace, point.slo)
-        measured["goodput_requests_per_s"] = goodput(trace, point.slo)
-    # What is read from a file later is then equal to what was computed; what JSON cannot hold raises here.
-    again: dict[str, float | int | None] = json.loads(json.dumps(measured, allow_nan=False))
-    return again
+def measure(point: Point, key: str = "") -> dict[str, float | int | None]:
+    """Return a run's `metrics.summary`; with an SLO, attainment and goodput too.
+
+    Args:
+        point: All that the run depends on.
+        key: Its hash, by which `joblib.Memory` knows the run.
+    """
+    return summary(serve_point(point), reporting=Reporting(point.slo))
 
 
 def count_kept(point: Point) -> tuple[int, int]:
-    """Return how many of a run's requests kept the SLO, and how many there were."""
+    """Return how many of a run's requests kept the SLO, and how many requests it had."""
     trace, slo = serve_point(point), point.slo
     return sum(slo is None or slo.is_met(record) for record in trace.requests), len(trace.requests)
 
 
 def run_all(
-    function: Callable[[Point], Any], points: Sequence[tuple[int, Point]], n_jobs: int | None
-) -> Iterator[Outcome]:
-    """Yield what a function gives for each point as soon as it is there, in any order.
+    function: Callable[..., Any], calls: Iterable[tuple[int, tuple[Any, ...]]], n_jobs: int | None
+) -> Iterator[tuple[int, Any, str | None]]:
+    """Call a function with the arguments of each place, in processes of joblib's choice.
 
-    An exception is the outcome of its point alone.
+    Each call has its own copy of its arguments, in every backend. An exception ends that call alone.
 
     Args:
-        function: Called in the process of joblib's choice.
-        points: The points with their places.
-        n_jobs: Processes at once, as for `joblib.Parallel`.
-    """
-    from joblib import Parallel, delayed, effective_n_jobs
+        function: Picklable.
+        calls: Places and arguments.
+        n_jobs: Number of processes, as for `joblib.Parallel`.
 
-    unsent: list[Outcome] = []
-    calls = (delayed(_run)(function, place, content) for place, content in _pickled(points, unsent))
+    Yields:
+        (place, returned value, error or None), as soon as a call has ended, in any order.
+    """
+    # It takes along classes and functions that a worker cannot import, such as those of a notebook's cells.
+    import cloudpickle
+    from joblib import Parallel, delayed
+
+    unsent: list[tuple[int, None, str]] = []
+
+    def tasks() -> Iterator[Any]:
+        for place, arguments in calls:
+            try:
+                content = cloudpickle.dumps(arguments)
+            except Exception as error:
+                unsent.append((place, None, f"{type(error).__name__}: {error}"))
+            else:
+                yield delayed(_run)(function, place, content)
+
     try:
-        # One run a task: what is finished is handed over, and can be stored, at once.
-        stream = Parallel(n_jobs=n_jobs, batch_size=1, return_as="generator_unordered")
+        # One call a task, so that each counts and is kept as soon as it has ended.
+        parallel = Parallel(n_jobs=n_jobs, batch_size=1, return_as="generator_unordered")
     except ValueError:
-        # Backends built on a pool, Ray's among them, hand over nothing before the end: they get it in rounds.
-        stream = None
-    if stream is not None:
-        yield from stream(calls)
-    else:
-        size = 2 * effective_n_jobs(n_jobs)
-        with Parallel(n_jobs=n_jobs, batch_size=1) as pool:
-            while batch := list(islice(calls, size)):
-                yield from pool(batch)
+        # Backends that are built on a pool, such as Ray's, return nothing before the end.
+        parallel = Parallel(n_jobs=n_jobs)
+    yield from parallel(tasks())
     yield from unsent
+
+
+def _run(function: Callable[..., Any], place: int, content: bytes) -> tuple[int, Any, str | None]:
+    import cloudpickle
+
+    try:
+        return place, function(*cloudpickle.loads(content)), None
+    except Exception as error:
+        return place, None, f"{type(error).__name__}: {error}"
 
 
 def checked_seeds(seeds: Any) -> list[int]:
@@ -119,19 +124,14 @@ def checked_seeds(seeds: Any) -> list[int]:
     """
     if not isinstance(seeds, Iterable):
         raise ValueError(f"seeds is {seeds!r}; give several, such as range(5)")
-    checked = []
-    for given in seeds:
-        try:
-            seed = -1 if isinstance(given, bool) else index(given)
-        except TypeError:
-            seed = -1
-        if seed < 0:
-            raise ValueError(f"a seed is {given!r}; give integers of at least 0")
-        checked.append(seed)
+    checked = list(seeds)
+    for seed in checked:
+        if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
+            raise ValueError(f"a seed is {seed!r}; give integers of at least 0")
     if not checked:
         raise ValueError("no seed is given; give at least one")
     refuse_twice(checked, "seed")
-    return checked
+    return [int(seed) for seed in checked]
 
 
 def refuse_twice(things: Sequence[Any], what: str) -> None:
@@ -139,30 +139,3 @@ def refuse_twice(things: Sequence[Any], what: str) -> None:
     for place, thing in enumerate(things):
         if thing in things[:place]:
             raise ValueError(f"{what} {thing!r} is given twice; give each once, or labels of their own")
-
-
-def _pickled(points: Sequence[tuple[int, Point]], unsent: list[Outcome]) -> Iterator[tuple[int, bytes]]:
-    """Yield the points as bytes: each run has objects of its own, in every backend alike."""
-    # It takes along classes and functions that a worker cannot import, such as those of a notebook's cells.
-    import cloudpickle
-
-    for place, point in points:
-        try:
-            content = cloudpickle.dumps(point)
-        except Exception as error:
-            unsent.append(Outcome(place, None, _text(error)))
-        else:
-            yield place, content
-
-
-def _run(function: Callable[[Point], Any], place: int, content: bytes) -> Outcome:
-    import cloudpickle
-
-    try:
-        return Outcome(place, function(cloudpickle.loads(content)), None)
-    except Exception as error:
-        return Outcome(place, None, _text(error))
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

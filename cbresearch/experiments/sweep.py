@@ -1,24 +1,20 @@
 """Grids of simulated runs: in parallel, each by itself, kept in a folder, resumed after a kill."""
 
-import hashlib
-import json
 import os
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.experiments.environment import environment, progress_bar
-from cbresearch.experiments.fingerprint import digest, file_digest, package_digest
+from cbresearch.experiments.fingerprint import fingerprint, package_fingerprint
 from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, refuse_twice, run_all
-from cbresearch.experiments.store import RunStore
 from cbresearch.metrics import Slo, mean_interval
 from cbresearch.names import suggestion
 from cbresearch.policies import Policy, get
@@ -29,7 +25,6 @@ from cbresearch.workloads import find
 if TYPE_CHECKING:
     import pandas as pd
 
-Thing = TypeVar("Thing")
 Workloads = str | os.PathLike[str] | Draw
 SweptPolicies = str | Policy
 _LIMITS = tuple(field.name for config in (SchedulerConfig, CacheConfig) for field in fields(config))
@@ -58,15 +53,11 @@ class Run:
     metrics: Mapping[str, float | int | None]
     error: str | None = None
 
-    @property
-    def cell(self) -> dict[str, Any]:
-        """Return what the run has in common with those of other seeds; no pool is None throughout."""
-        limits = {name: getattr(self.scheduler, name, getattr(self.cache, name, None)) for name in _LIMITS}
-        return {"workload": self.workload, "policy": self.policy, **limits}
-
     def row(self) -> dict[str, Any]:
-        """Return the run as one flat row."""
-        return {**self.cell, "seed": self.seed, **self.metrics, "error": self.error}
+        """Return the run as one flat row; without a pool its limits are None."""
+        limits = {name: getattr(self.scheduler, name, getattr(self.cache, name, None)) for name in _LIMITS}
+        labels = {"workload": self.workload, "policy": self.policy}
+        return {**labels, **limits, "seed": self.seed, **self.metrics, "error": self.error}
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +82,11 @@ class SweepResult:
     @property
     def columns(self) -> tuple[str, ...]:
         """Return the names of the table's columns; units end them."""
-        metrics = dict.fromkeys(name for run in self.runs for name in run.metrics)
-        return ("workload", "policy", *_LIMITS, "seed", *metrics, "error")
+        return ("workload", "policy", *_LIMITS, "seed", *self._metrics, "error")
+
+    @property
+    def _metrics(self) -> list[str]:
+        return list(dict.fromkeys(name for run in self.runs for name in run.metrics))
 
     def frame(self) -> "pd.DataFrame":
         """Return a tidy pandas frame, one row a run."""
@@ -115,24 +109,17 @@ class SweepResult:
         """
         import pandas as pd
 
-        known = dict.fromkeys(name for run in self.runs for name in run.metrics)
-        if metric not in known:
+        if metric not in self._metrics:
+            known = dict.fromkeys(self._metrics)
             raise ValueError(f"unknown metric {metric!r}; {suggestion(metric, known)}")
-        cells: dict[str, tuple[dict[str, Any], list[float]]] = {}
-        for run in self.runs:
-            _, values = cells.setdefault(repr(run.cell), (run.cell, []))
-            value = run.metrics.get(metric)
-            if value is not None:
-                values.append(value)
-        varied = [name for name in _LIMITS if len({repr(cell[name]) for cell, _ in cells.values()}) > 1]
+        frame = self.frame()
+        varied = [name for name in _LIMITS if frame[name].nunique(dropna=False) > 1]
+        cell = ["workload", "policy", *varied]
         rows = []
-        for cell, values in cells.values():
-            interval = mean_interval(values, confidence)
-            estimate = (None, None, None, 0) if interval is None else interval
-            numbers = dict(zip(("mean", "low", "high", "n"), estimate, strict=True))
-            shown = {name: cell[name] for name in ("workload", "policy", *varied)}
-            rows.append({**shown, "metric": metric, **numbers})
-        return pd.DataFrame(rows)
+        for values in frame.groupby(cell, sort=False, dropna=False)[metric]:
+            estimate = mean_interval(values[1].dropna().tolist(), confidence) or (None, None, None, 0)
+            rows.append((*values[0], metric, *estimate))
+        return pd.DataFrame(rows, columns=[*cell, "metric", "mean", "low", "high", "n"])
 
     def write(self, folder: str | os.PathLike[str]) -> None:
         """Write `runs.csv` and `results.json` into a folder, each whole or not at all."""
@@ -164,12 +151,12 @@ def sweep(
     `joblib.parallel_config("dask")`. A run depends on nothing but its place in the grid, so the table is the
     same everywhere. One that raises has its error in the table, and the others go on.
 
-    With a folder, each finished run is kept there, and a sweep that was killed goes on where it was. A kept
-    run is used again while all that it depends on is equal: the workload (its name and the content of files
-    that the name names, or a function's code), the policy's class and state, limits, cost, seed, SLO, and
-    this package's sources. Of your own functions and classes the compiled code counts, with the values,
-    functions and classes that it refers to; of your own modules, the file, but not what it imports. Runs
-    that failed are not kept.
+    With a folder, `joblib.Memory` keeps each finished run there, and a sweep that was killed goes on where it
+    was. A kept run is used again while all that it depends on is equal: the workload (its name and the
+    content of files that the name names, or a function's code), the policy's class and state, limits, cost,
+    seed, SLO, and this package's sources. Of your own functions and classes the compiled code counts, with
+    the values, functions and classes that it refers to; of your own modules, the file. What such a module
+    imports in turn is not noticed: after a change there, use another folder. Runs that failed are not kept.
 
     Args:
         workloads: Names for `workloads.load`, functions that draw requests from a generator, or either by
@@ -180,7 +167,7 @@ def sweep(
         cache: The KV pool, one or several; None is one in which memory never runs out.
         seeds: Each run's generator is made from one of these alone.
         slo: Adds attainment and goodput to the metrics.
-        folder: Where finished runs are kept.
+        folder: Where finished runs are kept; all processes must see it.
         n_jobs: Processes at once, -1 for all cores; None is 1, or what `joblib.parallel_config` says.
 
     Raises:
@@ -192,59 +179,44 @@ def sweep(
         for label, workload in _labelled(workloads, _workload_label, "workload").items()
     }
     chosen = _labelled(policies, _policy_label, "policy")
-    limits = SchedulerConfig() if scheduler is None else scheduler
-    schedulers = _several(limits, SchedulerConfig, "SchedulerConfig")
+    schedulers = _several(
+        SchedulerConfig() if scheduler is None else scheduler, SchedulerConfig, "SchedulerConfig"
+    )
     caches = _several(cache, CacheConfig | None, "CacheConfig")
     numbers = checked_seeds(seeds)
     built = {label: _built(policy) for label, policy in chosen.items()}
-    grid = list(product(drawn, built, schedulers, caches, numbers))
+    runs = [
+        Run(workload, policy, limits, pool, seed, {})
+        for workload, policy, limits, pool, seed in product(drawn, built, schedulers, caches, numbers)
+    ]
     points: dict[int, Point] = {}
-    found: dict[int, Run] = {}
-
-    def run(place: int, metrics: Mapping[str, Any], error: str | None = None) -> Run:
-        workload, policy, step_limits, pool, seed = grid[place]
-        return Run(workload, policy, step_limits, pool, seed, metrics, error)
-
-    for place, (workload, policy, step_limits, pool, seed) in enumerate(grid):
-        decider = built[policy]
+    for place, run in enumerate(runs):
+        decider = built[run.policy]
         if isinstance(decider, str):
-            found[place] = run(place, {}, decider)
+            runs[place] = replace(run, error=decider)
         else:
-            points[place] = Point(drawn[workload], decider, step_limits, pool, cost, seed, slo)
-    store = keys = None
+            points[place] = Point(drawn[run.workload], decider, run.scheduler, run.cache, cost, run.seed, slo)
+    num_failed, num_kept = len(runs) - len(points), 0
+    function, keys = measure, dict.fromkeys(points, "")
     if folder is not None:
-        store = RunStore(Path(folder))
-        store.folder.mkdir(parents=True, exist_ok=True)
-        keys = _keys(points)
-        for place, key in keys.items():
-            try:
-                kept = store.load(key)
-            except ValueError as damage:
-                warnings.warn(f"{damage}; its run is computed again", stacklevel=2)
-                continue
-            if kept is not None:
-                found[place] = run(place, kept)
-    missing = [(place, point) for place, point in points.items() if place not in found]
-    num_failed = len(grid) - len(points)
-    with progress_bar(len(grid), "sweep", "run", initial=len(found)) as bar:
-        for place, measured, error in run_all(measure, missing, n_jobs):
-            found[place] = run(place, measured or {}, error)
-            if error is None and store is not None and keys is not None:
-                store.save(keys[place], _facts(found[place]), measured)
+        from joblib import Memory
+
+        package = package_fingerprint()
+        keys = {place: _key(point, package) for place, point in points.items()}
+        function = Memory(folder, verbose=0).cache(measure, ignore=["point"])
+        num_kept = sum(function.check_call_in_cache(points[place], key) for place, key in keys.items())
+    calls = ((place, (point, keys[place])) for place, point in points.items())
+    with progress_bar(len(runs), "sweep", "run", initial=num_failed) as bar:
+        for place, measured, error in run_all(function, calls, n_jobs):
+            runs[place] = replace(runs[place], metrics=measured or {}, error=error)
             num_failed += error is not None
             if num_failed:
                 bar.set_postfix(failed=num_failed, refresh=False)
             bar.update()
-    return SweepResult(
-        runs=tuple(found[place] for place in range(len(grid))),
-        environment=environment(
-            # An address says nothing to a reader.
-            cost=re.sub(r" at 0x[0-9a-fA-F]+", "", repr(cost)),
-            slo=slo,
-            seeds=" ".join(map(str, numbers)),
-        ),
-        num_computed=len(missing),
-    )
+    # An address says nothing to a reader.
+    facts = {"cost": re.sub(r" at 0x[0-9a-fA-F]+", "", repr(cost)), "slo": slo}
+    stamp = environment(**facts, seeds=" ".join(map(str, numbers)))
+    return SweepResult(tuple(runs), stamp, len(points) - num_kept)
 
 
 def _labelled(given: Any, label_of: Callable[[Any], str | None], what: str) -> dict[str, Any]:
@@ -257,9 +229,9 @@ def _labelled(given: Any, label_of: Callable[[Any], str | None], what: str) -> d
         is_one = isinstance(given, str | os.PathLike | Policy) or not isinstance(given, Iterable)
         things = [given] if is_one else list(given)
         labels = [label_of(thing) for thing in things]
-        for thing, label in zip(things, labels, strict=True):
-            if label is None:
-                raise ValueError(f"the {what} {thing!r} has no name; give it one, as in {{'mine': …}}")
+        if None in labels:
+            nameless = things[labels.index(None)]
+            raise ValueError(f"the {what} {nameless!r} has no name; give it one, as in {{'mine': …}}")
         refuse_twice(labels, what)
         labelled = dict(zip(labels, things, strict=True))
     if not labelled:
@@ -301,42 +273,35 @@ def _several(given: Any, single: Any, what: str) -> list[Any]:
     things = [given] if isinstance(given, single) else list(given)
     if not things:
         raise ValueError(f"no {what} is given; give at least one")
-    for thing in things:
-        if not isinstance(thing, single):
-            raise ValueError(f"the {what} is {thing!r}, which is of another kind")
+    strange = [thing for thing in things if not isinstance(thing, single)]
+    if strange:
+        raise ValueError(f"the {what} is {strange[0]!r}, which is of another kind")
     refuse_twice(things, what)
     return things
 
 
-def _keys(points: Mapping[int, Point]) -> dict[int, str]:
-    """Return what each run depends on, as one digest."""
-    package = [package_digest(), np.__version__]
-    known: dict[int, str] = {}
+def _key(point: Point, package: str) -> str:
+    """Return the hash of all that a run depends on; labels are no part of it.
 
-    def part(value: Any, what: str) -> str:
-        if id(value) not in known:
-            # Labels are no part of it, yet a file's content is.
-            content = (value, _files(value)) if isinstance(value, str) else value
-            known[id(value)] = digest(content, what)
-        return known[id(value)]
+    Args:
+        point: The run.
+        package: The hash of this package.
 
-    keys = {}
-    for place, point in points.items():
-        parts = (
-            part(point.workload, "the workload"),
-            part(point.policy, f"the policy {point.policy.name!r}"),
-            part(point.cost, "the cost"),
-            *map(repr, (point.scheduler, point.cache, point.slo, point.seed)),
-        )
-        keys[place] = hashlib.sha256(json.dumps([*package, *parts]).encode()).hexdigest()
-    return keys
-
-
-def _files(name: str) -> list[str]:
-    """Return the digests of the files that a workload's name, or an option in it, names."""
-    paths = (find(part) for part in dict.fromkeys([name, *re.split(r"[:,=]", name)]))
-    return [file_digest(path) for path in paths if path is not None and path.is_file()]
-
-
-def _facts(run: Run) -> dict[str, Any]:
-    return {**run.cell, "seed": run.seed}
+    Raises:
+        ValueError: Something that the run depends on cannot be hashed.
+    """
+    name = point.workload if isinstance(point.workload, str) else ""
+    # A file that the name, or an option in it, names counts by its content.
+    paths = [find(part) for part in dict.fromkeys([name, *re.split(r"[:,=]", name)]) if part]
+    contents = [path.read_bytes() for path in paths if path is not None and path.is_file()]
+    parts = [package, np.__version__, fingerprint(contents)]
+    for field in fields(point):
+        value = getattr(point, field.name)
+        try:
+            parts.append(fingerprint(value))
+        except Exception as error:
+            raise ValueError(
+                f"the {field.name} is {value!r}, whose state cannot be read ({error}), so that a finished "
+                "run would not be known again; build it where it is used, or sweep without a folder"
+            ) from error
+    return fingerprint(parts)

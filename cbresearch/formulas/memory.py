@@ -15,12 +15,6 @@ __all__ = [
     "paged_fragmentation", "time_mean_held_tokens", "weight_bytes",
 ]  # fmt: skip
 
-__all__ = [
-    "MemoryShares", "contiguous_memory_shares", "fragmentation", "kv_bytes_per_request",
-    "kv_bytes_per_token", "mean_reserved_tokens", "num_kv_blocks", "num_requests_that_fit",
-    "paged_fragmentation", "time_mean_held_tokens", "weight_bytes",
-]  # fmt: skip
-
 
 def kv_bytes_per_token(
     shape: ModelShape,

@@ -16,11 +16,6 @@ __all__ = [
     "swap_crossover_tokens", "swap_seconds",
 ]  # fmt: skip
 
-__all__ = [
-    "overshoot_tokens", "recompute_seconds", "spread_held_tokens", "swap_crossover_block_size",
-    "swap_crossover_tokens", "swap_seconds",
-]  # fmt: skip
-
 
 def swap_seconds(
     num_tokens: int, block_size: int, bytes_per_token: float, bandwidth: float, copy_seconds: float = 0.0

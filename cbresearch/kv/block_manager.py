@@ -365,7 +365,7 @@ class BlockManager:
         table.reverse()
         blocks = table if self.config.sliding_window is None else [block for block in table if block >= 0]
         counts = self._ref_counts
-        if not (self.config.prefix_caching or self._num_extra_references or self._host.host_block):
+        if self._prefixes.is_empty and not (self._num_extra_references or self._host.host_block):
             # Nothing is cached, shared or there twice: the blocks go back as they are.
             for block in blocks:
                 if not counts[block]:

@@ -46,6 +46,11 @@ class PrefixCache:
         self._index: dict[bytes, int] = {}
         self._chains: dict[str, list[bytes]] = {}
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no block can be found."""
+        return not self._index
+
     def holds(self, block: int) -> bool:
         """Return whether a block can be found by its content."""
         return self._contents[block] is not None

@@ -8,7 +8,6 @@ ones count it by its duration; they differ where a step's duration depends on wh
 from cbresearch.metrics.basic import *  # noqa: F403
 from cbresearch.metrics.clients import *  # noqa: F403
 from cbresearch.metrics.cost import *  # noqa: F403
-from cbresearch.metrics.exposition import exposition as exposition
 from cbresearch.metrics.intervals import *  # noqa: F403
 from cbresearch.metrics.pool import *  # noqa: F403
 from cbresearch.metrics.queues import *  # noqa: F403

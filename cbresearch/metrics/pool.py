@@ -46,6 +46,10 @@ def memory(trace: Trace) -> Iterator[MemoryUse]:
 
 def memory_columns(trace: Trace) -> Columns:
     """Return the categories of `MemoryUse` as columns, one value a step in tokens."""
+    return trace.once(_memory_columns)
+
+
+def _memory_columns(trace: Trace) -> Columns:
     steps, size = trace.step_columns, trace.cache.block_size
     held, tokens, reserved = steps["num_held_blocks"] * size, steps["num_held_tokens"], _reserved(trace)
     external, cached = steps["num_external_blocks"] * size, steps["num_cached_blocks"] * size

@@ -70,6 +70,21 @@ def summary(
         reporting: With an SLO, there are `goodput_requests_per_s` and `slo_attainment`; with a price, costs
             in its currency.
     """
+    values = dict(trace.once(_measured))
+    if bytes_per_token is not None:
+        values["peak_kv_bytes"] = basic.peak_kv_bytes(trace, bytes_per_token)
+    if reporting is not None and reporting.slo is not None:
+        values["slo_attainment"] = slo_attainment(trace, reporting.slo)
+        values["goodput_requests_per_s"] = goodput(trace, reporting.slo)
+    if reporting is not None and reporting.price_per_hour is not None:
+        price = reporting.price_per_hour
+        values["cost_per_million_output_tokens"] = cost.cost_per_million_tokens(trace, price)
+        values["cost_per_million_total_tokens"] = cost.cost_per_million_total_tokens(trace, price)
+    return values
+
+
+def _measured(trace: Trace) -> dict[str, float | int | None]:
+    """Return every metric that needs nothing but the run."""
     counts, steps = basic.token_counts(trace), trace.step_columns
     reasons = [record.finish_reason for record in trace.served]
     values: dict[str, float | int | None] = {
@@ -92,7 +107,7 @@ def summary(
         "fragmentation": basic.fragmentation(trace),
         "time_weighted_fragmentation": basic.time_weighted_fragmentation(trace),
         "peak_kv_tokens": basic.peak_kv_tokens(trace),
-        "peak_kv_bytes": None if bytes_per_token is None else basic.peak_kv_bytes(trace, bytes_per_token),
+        "peak_kv_bytes": None,
         "mean_pool_use": basic.mean_pool_use(trace),
         **{f"kv_{name}_share": share for name, share in memory_shares(trace).items()},
         **{
@@ -106,13 +121,6 @@ def summary(
     for measure in _MEASURES:
         for statistic, value in asdict(measure(trace)).items():
             values[f"{measure.__name__}_{statistic}" + ("" if statistic == "n" else "_s")] = value
-    if reporting is not None and reporting.slo is not None:
-        values["slo_attainment"] = slo_attainment(trace, reporting.slo)
-        values["goodput_requests_per_s"] = goodput(trace, reporting.slo)
-    if reporting is not None and reporting.price_per_hour is not None:
-        price = reporting.price_per_hour
-        values["cost_per_million_output_tokens"] = cost.cost_per_million_tokens(trace, price)
-        values["cost_per_million_total_tokens"] = cost.cost_per_million_total_tokens(trace, price)
     return values
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cbresearch.step import SKIP_REASONS, DecodeRun, Plan, PoolState, Segment
-from cbresearch.trace.records import RequestRecord, StepRecord
+from cbresearch.trace.records import RequestRecord, StepRecord, count_skipped
 from cbresearch.trace.steps import Part
 
 __all__ = ["Columns"]
@@ -16,6 +16,7 @@ Columns = Mapping[str, npt.NDArray[Any]]
 
 _TIMES = ("arrival", "queued", "first_scheduled", "first_token", "finish", "ttft", "tpot", "latency")
 _TOKENS = ("num_prompt_tokens", "num_output_tokens", "max_tokens")
+_SKIPPED = tuple((reason, f"num_skipped_for_{reason}") for reason in SKIP_REASONS)
 _COUNTS = ("num_preemptions", "num_cached_tokens", "num_recomputed_tokens")
 
 
@@ -24,7 +25,6 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     # Flat lists of plain numbers: what is made on the way is gone before the next part.
     counts: list[int] = []
     lengths: list[int] = []
-    shrinks: list[bool] = []
     starts: list[float] = []
     durations: list[float] = []
     device_durations: list[float | None] = []
@@ -33,24 +33,22 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     for part in parts:
         place = len(starts)
         if isinstance(part, StepRecord):
-            counts += _counts(part).values()
+            counts += (*_counts(part).values(), 0)
             lengths.append(1)
-            shrinks.append(False)
             starts.append(part.start)
             durations.append(part.duration)
             device_durations.append(part.device_duration)
             finished += [place] * len(part.finished)
             continue
         for segment, begin, end in part.bounds():
-            counts += _segment_counts(part, segment).values()
+            counts += (*_segment_counts(part, segment).values(), part.is_short)
             lengths.append(end - begin)
-            shrinks.append(part.is_short)
         starts += (part.start, *part.ends[:-1])
         durations += part.durations
         device_durations += [None] * len(part)
         taken += [place + offset for offset in part.taken_in]
         finished += [place + offset for offset, ids in part.finished for _ in ids]
-    names = tuple(_counts(_NO_STEP))
+    names = (*_ZEROS, "is_short")
     table = np.array(counts, dtype=np.int64).reshape(-1, len(names)).T
     columns = {name: np.repeat(values, lengths) for name, values in zip(names, table, strict=True)}
     # From step to step of a segment each row has one token more, and blocks are taken.
@@ -62,7 +60,7 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     columns["num_context_tokens"] += offsets * columns["num_scheduled"]
     columns["num_held_tokens"] += offsets * columns["num_scheduled"]
     columns["num_held_blocks"] += num_taken
-    columns["num_external_blocks"] -= num_taken * np.repeat(np.array(shrinks, dtype=bool), lengths)
+    columns["num_external_blocks"] -= num_taken * columns.pop("is_short")
     columns["num_finished"] = np.bincount(finished, minlength=len(starts))
     seconds = {"start_s": starts, "duration_s": durations, "device_duration_s": device_durations}
     times = {name: np.array(values, dtype=np.float64) for name, values in seconds.items()}
@@ -106,7 +104,7 @@ def _counts(record: StepRecord) -> dict[str, int]:
         "num_sampled_tokens": sum([entry.samples for entry in plan.scheduled]),
         "num_admitted": len(plan.admitted),
         "num_preempted": len(plan.preempted),
-        **{f"num_skipped_for_{reason}": skipped[reason] for reason in SKIP_REASONS},
+        **{name: skipped.get(reason, 0) for reason, name in _SKIPPED},
         "num_finished": len(record.finished),
         **record.pool._asdict(),
         "num_copied_blocks": plan.num_transfers("copy"),
@@ -117,16 +115,21 @@ def _counts(record: StepRecord) -> dict[str, int]:
 
 def _segment_counts(run: DecodeRun, segment: Segment) -> dict[str, int]:
     """Return the counts of a segment's first step, but for the blocks taken before it."""
-    step, num_rows = run.first_step + segment.offset, segment.num_rows
-    plan = Plan(step, (), padding=run.padding, skipped=run.skipped, closed=segment.closed)
-    # Without the rows, all of which are served, what is left are the padding and the requests that wait.
-    counts = _counts(StepRecord(0.0, 0.0, plan, (), segment.pool._replace(num_running=0)))
-    for name in ("num_running", "num_scheduled", "num_tokens", "num_decode_tokens", "num_sampled_tokens"):
-        counts[name] += num_rows
-    rows = zip(run.starts, run.num_steps, strict=True)
-    counts["num_context_tokens"] += sum([start for start, last in rows if last > segment.offset])
-    counts["num_context_tokens"] += num_rows * (segment.offset + 1)
-    return counts
+    num_rows, pool, rows = segment.num_rows, segment.pool, zip(run.starts, run.num_steps, strict=True)
+    skipped = count_skipped([reason for _, reason in run.skipped], segment.closed, pool.num_waiting)
+    context = num_rows * (segment.offset + 1) + sum([row.context_length for row in run.padding])
+    return {
+        **_ZEROS,
+        "step": run.first_step + segment.offset,
+        "num_scheduled": num_rows,
+        "num_tokens": num_rows + len(run.padding),
+        "num_decode_tokens": num_rows,
+        "num_padding_rows": len(run.padding),
+        "num_context_tokens": context + sum([start for start, last in rows if last > segment.offset]),
+        "num_sampled_tokens": num_rows,
+        **{name: skipped.get(reason, 0) for reason, name in _SKIPPED},
+        **pool._asdict(),
+    }
 
 
-_NO_STEP = StepRecord(0.0, 0.0, Plan(0, ()), (), PoolState(0, 0, 0, 0))
+_ZEROS = dict.fromkeys(_counts(StepRecord(0.0, 0.0, Plan(0, ()), (), PoolState(0, 0, 0, 0))), 0)

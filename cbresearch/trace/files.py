@@ -76,7 +76,8 @@ def _seldom_changes(values: npt.NDArray[Any]) -> bool:
 
 def _texts(values: npt.NDArray[Any]) -> list[str]:
     if values.dtype.kind == "f":
-        return [repr(value) if value == value else "" for value in values.tolist()]
+        texts = list(map(repr, values.tolist()))
+        return [text.replace("nan", "") for text in texts] if np.isnan(values).any() else texts
     return list(map(str if values.dtype.kind == "i" else _text, values.tolist()))
 
 

@@ -1,13 +1,30 @@
 """The records of a run, one for each step and one for each request."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+import cbresearch
 from cbresearch.request import TokenLogprobs
 from cbresearch.step import NO_EVENTS, BlockEvents, Plan, PoolState
 
-__all__ = ["RequestRecord", "StepRecord"]
+__all__ = ["Origin", "RequestRecord", "StepRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What recorded a trace.
+
+    Attributes:
+        engine: Name of the engine.
+        version: Its version.
+        model: The model that it served, or None for a simulation.
+    """
+
+    engine: str = "cbresearch"
+    version: str = field(default_factory=lambda: cbresearch.__version__)
+    model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +70,22 @@ class StepRecord:
         """Return how many requests the step did not serve, by reason, those that lost their seat aside."""
         plan = self.plan
         lost = set(plan.preempted).difference([entry.request_id for entry in plan.scheduled])
-        reasons = Counter([reason for request_id, reason in plan.skipped if request_id not in lost])
-        # Requests that waited behind the point at which the step was closed are not listed one by one.
-        unserved = self.num_running + self.num_waiting - len(plan.scheduled) - len(lost)
-        reasons[plan.closed or "policy"] += unserved - reasons.total()
-        return reasons
+        listed = [reason for request_id, reason in plan.skipped if request_id not in lost]
+        unserved = self.pool.num_running + self.pool.num_waiting - len(plan.scheduled) - len(lost)
+        return count_skipped(listed, plan.closed, unserved)
+
+
+def count_skipped(listed: Sequence[str], closed: str | None, num_unserved: int) -> Counter[str]:
+    """Return how many requests a step did not serve, by reason.
+
+    Args:
+        listed: Reasons of the requests that the plan lists.
+        closed: Why no other waiting request could join; those are not listed one by one.
+        num_unserved: Requests that were not served, listed or not.
+    """
+    reasons = Counter(listed)
+    reasons[closed or "policy"] += num_unserved - len(listed)
+    return reasons
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,25 +1,28 @@
 """A run: its limits, its records, and the columns that are worked out from them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-import cbresearch
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.trace.columns import Columns, request_columns, step_columns
-from cbresearch.trace.records import RequestRecord, StepRecord
+from cbresearch.trace.files import write_whole
+from cbresearch.trace.records import Origin, RequestRecord, StepRecord
 from cbresearch.trace.steps import Part, Steps
+from cbresearch.trace.storage import Header, read, written
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Origin", "Stay", "Trace"]
+__all__ = ["Stay", "Trace", "load"]
+
+T = TypeVar("T")
 
 
 class Stay(NamedTuple):
@@ -38,21 +41,6 @@ class Stay(NamedTuple):
     first_step: int
     last_step: int
     num_padding_steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class Origin:
-    """What recorded a trace.
-
-    Attributes:
-        engine: Name of the engine.
-        version: Its version.
-        model: The model that it served, or None for a simulation.
-    """
-
-    engine: str = "cbresearch"
-    version: str = field(default_factory=lambda: cbresearch.__version__)
-    model: str | None = None
 
 
 @dataclass(frozen=True)
@@ -79,6 +67,16 @@ class Trace:
     def parts(self) -> Sequence[Part]:
         """Return the steps in order, each decode run as one part."""
         return self.steps.parts if isinstance(self.steps, Steps) else self.steps
+
+    def once(self, compute: "Callable[[Trace], T]") -> "T":
+        """Return what a function makes of this run; it is computed at the first call and kept."""
+        if compute not in self._computed:
+            self._computed[compute] = compute(self)
+        return self._computed[compute]  # type: ignore[no-any-return]
+
+    @cached_property
+    def _computed(self) -> dict[Callable[..., Any], Any]:
+        return {}
 
     @cached_property
     def step_columns(self) -> Columns:
@@ -145,36 +143,6 @@ class Trace:
 
         return pd.DataFrame(dict(self.request_columns))
 
-    def explain(self, request_id: str) -> str:
-        """Tell one request's life in plain words, a line for each thing that befell it.
-
-        Raises:
-            ValueError: There is no such request; near misses are named.
-        """
-        from cbresearch.trace.explain import explain
-
-        return explain(self.steps, self.requests, request_id)
-
-    def to_chrome(self) -> dict[str, Any]:
-        """Return the run in the Chrome trace event format, as `to_perfetto` writes it."""
-        from cbresearch.trace.perfetto import chrome_trace
-
-        return chrome_trace(self)
-
-    def to_perfetto(self, path: str | Path) -> Path:
-        """Write the run as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
-
-        A track a seat shows the stays in it, and in each stay when its row was prefilled, decoded or computed
-        for nothing; one more track shows the steps. Counters tell of requests and KV blocks in each step,
-        named as vLLM names them where they mean the same; marks tell of preemptions and refusals.
-
-        Args:
-            path: Where to write it; with the ending ".gz" it is compressed.
-        """
-        from cbresearch.trace.perfetto import write_perfetto
-
-        return write_perfetto(self, path)
-
     def to_json(self) -> dict[str, Any]:
         """Return the limits of the run and its requests as plain values for `results.json`."""
         names = ("id", "tokens", "arrival", "first_token", "finish", "error")
@@ -193,6 +161,22 @@ class Trace:
         Args:
             path: Where to write it, whole or not at all; with the ending ".gz" it is compressed.
         """
-        from cbresearch.trace.storage import save
+        path, header = Path(path), Header(self.policy, self.scheduler, self.cache, self.origin)
+        write_whole(path, written(path, header, self.parts, self.requests))
+        return path
 
-        return save(self, path)
+
+def load(path: str | Path) -> Trace:
+    """Read a trace that `Trace.save` or a `TraceWriter` wrote.
+
+    A last line that is cut off, as a kill of the writer leaves it, is left out with a warning. A request that
+    was queued and had not ended has what the steps before gave it.
+
+    Args:
+        path: The file; with the ending ".gz" it is decompressed.
+
+    Raises:
+        ValueError: It is no trace; the message names the file, the line and what is wrong there.
+    """
+    header, parts, requests = read(Path(path))
+    return Trace(**vars(header), steps=Steps(parts), requests=requests)

@@ -7,7 +7,7 @@ import reprlib
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -16,16 +16,24 @@ from typing import Any, Self, get_args, get_origin, get_type_hints
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.step import DecodeRun
-from cbresearch.trace.files import write_whole
-from cbresearch.trace.records import RequestRecord, StepRecord
-from cbresearch.trace.run import Origin, Trace
-from cbresearch.trace.steps import Part, Steps
+from cbresearch.trace.records import Origin, RequestRecord, StepRecord
+from cbresearch.trace.steps import Part
 
-__all__ = ["TraceWriter", "load"]
+__all__ = ["TraceWriter"]
 
 _FORMAT = {"format": "cbresearch.trace", "version": 1}
 
 _type_hints = cache(get_type_hints)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the first line holds, beside the format and its version."""
+
+    policy: str
+    scheduler: SchedulerConfig
+    cache: CacheConfig
+    origin: Origin
 
 
 @dataclass(frozen=True)
@@ -45,11 +53,14 @@ class TraceWriter:
     Each line is flushed. `load` gives a request that was queued and has not ended the tokens of its steps.
 
     Args:
-        path: Where; a file that is there is replaced.
+        path: Where, not compressed; a file that is there is replaced.
         policy: Name of the policy, options included.
         scheduler: The limits of a step.
         cache: The KV pool.
         origin: What records the trace.
+
+    Raises:
+        ValueError: The path ends with ".gz".
     """
 
     def __init__(
@@ -61,9 +72,11 @@ class TraceWriter:
         cache: CacheConfig,
         origin: Origin | None = None,
     ) -> None:
+        if Path(path).suffix == ".gz":
+            raise ValueError(f"{path}: what is appended is not compressed; give a name that ends otherwise")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = Path(path).open("w", buffering=1, newline="\n")  # noqa: SIM115 - close() closes it
-        self._write({**_FORMAT, **_plain(Trace(policy, scheduler, cache, origin=origin or Origin()))})
+        self._write({**_FORMAT, **vars(Header(policy, scheduler, cache, origin or Origin()))})
 
     def step(self, part: Part, tokens: Mapping[str, int | Sequence[int]] | None = None) -> None:
         """Write a step or a decode run.
@@ -97,28 +110,17 @@ class TraceWriter:
         self._file.write(_encoded(content))
 
 
-def save(trace: Trace, path: str | Path) -> Path:
-    """Write a whole trace; see `Trace.save`."""
-    path, head = Path(path), _plain(replace(trace, steps=(), requests=()))
-    lines = [{**_FORMAT, **head}, *map(_line, trace.parts), *(TraceLine(request=it) for it in trace.requests)]
-    text = "".join(map(_encoded, lines))
+def written(path: Path, header: Header, parts: Sequence[Part], requests: Sequence[RequestRecord]) -> bytes:
+    """Return the content of a trace's file, compressed if its name ends so."""
+    lines = [{**_FORMAT, **vars(header)}, *map(_line, parts), *(TraceLine(request=it) for it in requests)]
+    data = "".join(map(_encoded, lines)).encode()
     # No time inside, so that the same trace gives the same bytes.
-    write_whole(path, gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text)
-    return path
+    return gzip.compress(data, mtime=0) if path.suffix == ".gz" else data
 
 
-def load(path: str | Path) -> Trace:
-    """Read a trace that `Trace.save` or a `TraceWriter` wrote.
-
-    A last line that is cut off, as a kill of the writer leaves it, is left out with a warning.
-
-    Args:
-        path: The file; with the ending ".gz" it is decompressed.
-
-    Raises:
-        ValueError: It is no trace; the message names the file, the line and what is wrong there.
-    """
-    head, lines = _parsed(Path(path))
+def read(path: Path) -> tuple[Header, list[Part], tuple[RequestRecord, ...]]:
+    """Return the header of a trace's file, its steps and its requests; see `trace.load`."""
+    header, lines = _parsed(path)
     parts: list[Part] = []
     records: list[RequestRecord] = []
     unfinished: dict[str, int] = {}
@@ -153,17 +155,17 @@ def load(path: str | Path) -> Trace:
             token_times=tuple(seconds for _, seconds in got[request_id]),
             num_preemptions=preempted[request_id],
         )
-    return replace(head, steps=Steps(parts), requests=tuple(records))
+    return header, parts, tuple(records)
 
 
-def _parsed(path: Path) -> tuple[Trace, list[TraceLine]]:
-    """Return the header, as a trace without steps and requests, and the lines behind it."""
+def _parsed(path: Path) -> tuple[Header, list[TraceLine]]:
+    """Return the header and the lines behind it."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: this is no whole gzip file: {error}") from error
     *whole, rest = data.split(b"\n")
-    head: Trace | None = None
+    head: Header | None = None
     lines: list[TraceLine] = []
     for number, line in enumerate([*whole, rest] if rest else whole, start=1):
         try:
@@ -171,35 +173,35 @@ def _parsed(path: Path) -> tuple[Trace, list[TraceLine]]:
             if head is not None:
                 lines.append(_checked(_read(TraceLine, content)))
             elif isinstance(content, dict) and _FORMAT.items() <= content.items():
-                head = _read(Trace, {name: value for name, value in content.items() if name not in _FORMAT})
+                head = _read(Header, {name: value for name, value in content.items() if name not in _FORMAT})
             else:
                 raise ValueError(f"this is no header of a trace, which has {_FORMAT}")
         except (ValueError, OverflowError, RecursionError) as error:
             if head is None or number <= len(whole):
                 raise ValueError(f"{path}, line {number}: {error}") from error
-            warnings.warn(f"{path}, line {number}: the line is cut off and left out", stacklevel=3)
+            warnings.warn(f"{path}, line {number}: the line is cut off and left out", stacklevel=4)
     if head is None:
         raise ValueError(f"{path}: the file is empty; a trace begins with a header")
     return head, lines
 
 
 def _checked(line: TraceLine) -> TraceLine:
+    """Refuse columns of unequal length."""
+    tables: list[tuple[Sized, ...]] = []
     for record in filter(None, (line.queued, line.request)):
-        if len(record.tokens) != len(record.token_times):
-            tokens, times = len(record.tokens), len(record.token_times)
-            raise ValueError(f"request {record.id!r} has {tokens} tokens and {times} token times")
+        tables.append((record.tokens, record.token_times))
     if (run := line.run) is not None:
-        per_step, per_row = (run.durations, run.ends), (run.request_ids, run.seats, run.starts, run.num_steps)
-        for columns in (per_step, per_row, (run.taken_in, run.taken_by, run.blocks)):
-            if len(set(map(len, columns))) > 1:
-                raise ValueError(f"columns of the decode run have {[*map(len, columns)]} values")
+        tables += [(run.durations, run.ends), (run.taken_in, run.taken_by, run.blocks)]
+        tables.append((run.request_ids, run.seats, run.starts, run.num_steps))
+    for lengths in ([*map(len, table)] for table in tables):
+        if len(set(lengths)) > 1:
+            raise ValueError(f"columns that belong together have {lengths} values")
     return line
 
 
 def _line(part: Part, tokens: Mapping[str, tuple[int, ...]] | None = None) -> TraceLine:
-    return (
-        TraceLine(part, tokens=tokens) if isinstance(part, StepRecord) else TraceLine(run=part, tokens=tokens)
-    )
+    step, run = (part, None) if isinstance(part, StepRecord) else (None, part)
+    return TraceLine(step, run, tokens=tokens)
 
 
 def _encoded(content: object) -> str:
@@ -234,7 +236,7 @@ def _read(kind: Any, value: Any) -> Any:
     if type(value) is not _json_type(kind) and (kind, type(value)) != (float, int):
         raise ValueError(f"{reprlib.repr(value)} is no {getattr(kind, '__name__', kind)}")
     if kind is float and not value < math.inf:
-        raise ValueError(f"{value} is no number of a trace")
+        raise ValueError(f"{value} is no number that a trace holds")
     if origin is Mapping:
         return {name: _read(arguments[1], item) for name, item in value.items()}
     if origin is tuple and arguments[-1] is ...:

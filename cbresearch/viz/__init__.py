@@ -1,29 +1,18 @@
 """Figures, an interactive player and the HTML report, all from recorded runs."""
 
-from cbresearch.viz.figures import (
-    block_map,
-    kv_categories,
-    kv_memory,
-    kv_memory_side_by_side,
-    latency_cdfs,
-    occupancy,
-    pareto,
-    roofline,
-    seats,
-    seats_side_by_side,
-    tradeoff,
-)
+from cbresearch.viz.charts import label_points, latency_cdfs, pareto, roofline, tradeoff
+from cbresearch.viz.memory import kv_categories, kv_memory
 from cbresearch.viz.player import player_html
 from cbresearch.viz.report import first_section, write_report
 from cbresearch.viz.style import PolicyLook, policy_look, use_style
+from cbresearch.viz.timeline import occupancy, seats
 
 __all__ = [
     "PolicyLook",
-    "block_map",
     "first_section",
     "kv_categories",
     "kv_memory",
-    "kv_memory_side_by_side",
+    "label_points",
     "latency_cdfs",
     "occupancy",
     "pareto",
@@ -31,7 +20,6 @@ __all__ = [
     "policy_look",
     "roofline",
     "seats",
-    "seats_side_by_side",
     "tradeoff",
     "use_style",
     "write_report",

@@ -1,19 +1,53 @@
 """An interactive player: recorded runs side by side on one clock, as one self-contained piece of HTML."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from cbresearch.trace import Trace
-from cbresearch.viz import words
-from cbresearch.viz.player_data import Bounds, left_out, player_data
-from cbresearch.viz.player_strip import strip_png
-from cbresearch.viz.seating import request_colors
+from cbresearch import metrics
+from cbresearch.metrics import KpiRow
+from cbresearch.trace import StepRecord, Trace
+from cbresearch.viz import text
+from cbresearch.viz.memory import BlockMap, BlockTable
+from cbresearch.viz.style import REQUEST_COLORS, ink_on, policy_look
 from cbresearch.viz.templates import asset, render, script_json
+from cbresearch.viz.timeline import KINDS, SeatStay, excerpt, request_colors, seat_stays
+
+OUTCOMES = ("finished", "preempted", "seated", "aborted")
+TRANSFERS = ("copy", "swap_out", "swap_in")
 
 # In this order: what a script defines is there for the ones behind it.
 _SCRIPTS = ("base", "runs", "start", "execute", "blocks", "monitor", "complete", "main")
+# Pools up to this size are drawn whole.
+_SMALL_POOL = 96
+_DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2")
+
+
+class Bounds(NamedTuple):
+    """How much of a run the player shows; what is beyond is counted in words.
+
+    Attributes:
+        steps: Steps of a run, from its first.
+        requests: Requests that are listed by name beside those that get a seat in the steps shown.
+        table_entries: Blocks in all tables of a run together, and cached blocks that no request refers to;
+            those of later steps are left out.
+        cells: Blocks of a pool that are drawn.
+    """
+
+    steps: int = 2000
+    requests: int = 200
+    table_entries: int = 20_000
+    cells: int = 512
+
+
+class _Numbers(dict[str, int]):
+    """The number of each request in the player's data; a request gets one when it is first asked for."""
+
+    def __missing__(self, request_id: str) -> int:
+        self[request_id] = len(self)
+        return self[request_id]
 
 
 def player_html(
@@ -22,13 +56,14 @@ def player_html(
     max_steps: int = 2000,
     *,
     predictions: Iterable[Sequence[Any]] = (),
-    strip: bool = True,
+    kpi: Sequence[KpiRow] | None = None,
 ) -> str:
     """Return the player as HTML with everything in it; the same traces give the same bytes.
 
-    It tells one story under four tabs: Start (who wants what), Execute (step by step), Monitor (gauges and
-    lines up to the moment shown) and Complete (key figures). In a notebook,
-    `IPython.display.HTML(player_html(traces))` shows it, with or without a kernel.
+    It tells one story under four tabs: Start (what each request wants), Execute (step by step), Monitor
+    (gauges and lines up to the moment shown) and Complete (key figures). In a notebook,
+    `IPython.display.HTML(player_html(traces))` shows it, with or without a kernel. Where scripts are removed,
+    a sentence a run stands in; `viz.seats` draws the same runs as a figure.
 
     Args:
         traces: The runs by label; the others are compared with the static one or, without one, the first.
@@ -36,7 +71,7 @@ def player_html(
         max_steps: Show at most this many steps of a run; the player says what it leaves out.
         predictions: Rows of (quantity, predicted, measured, relative error as a fraction or None), shown
             beside the measured speed-up.
-        strip: Whether a picture of the seats stands in where scripts are removed.
+        kpi: Rows of `metrics.kpi_table`, which makes them by default.
 
     Raises:
         ValueError: There is no run, no step to show, the id is not a plain one, or a prediction has the wrong
@@ -52,25 +87,306 @@ def player_html(
     return render(
         "player.html.jinja",
         element_id=element_id,
-        data=script_json(player_data(traces, predictions, bounds)),
+        data=script_json(player_data(traces, predictions, bounds, kpi)),
+        findings=[_finding(label, trace) for label, trace in traces.items() if trace.steps],
         left_out=[sentence for label, trace in traces.items() for sentence in left_out(label, trace, bounds)],
         scripts=[asset(f"player_{name}.js") for name in _SCRIPTS],
         css=asset("player.css"),
-        strips=_strips(traces, max_steps) if strip else [],
     )
 
 
-def _strips(traces: Mapping[str, Trace], max_steps: int) -> list[tuple[str, str, str]]:
-    """Return each run's label, its picture as a data URI, and what the picture shows."""
-    cut = {label: replace(trace, steps=trace.steps[:max_steps]) for label, trace in traces.items()}
-    colors = request_colors(cut.values())
-    longest = max(trace.duration for trace in cut.values())
-    return [
-        (
-            name,
-            strip_png(trace.steps, trace.scheduler.max_num_seqs, longest, colors),
-            f"{words.seats_finding(trace, name)}, {words.duration(trace.duration)}.",
-        )
-        for name, trace in ((words.visible(label, lines=False), trace) for label, trace in cut.items())
-        if trace.steps
+def player_data(
+    traces: Mapping[str, Trace],
+    predictions: Iterable[Sequence[Any]] = (),
+    bounds: Bounds | None = None,
+    kpi: Sequence[KpiRow] | None = None,
+) -> dict[str, Any]:
+    """Return what the player's scripts read, as plain values.
+
+    Requests are numbers, indices into `ids`, `colors` and `requests`. Columns of one number a step are packed
+    (see `packed`). A stay is its request, its seat, its first step, its outcome (index into `OUTCOMES`), its
+    output tokens before and its computed tokens before, then pairs of what the seat did (index into `KINDS`)
+    and for how many steps, and triples of its prefills: offset, tokens, whether a new token came of it. Of a
+    run, `absent` are requests that it did not serve, and `outputs` the lengths that differ from `requests`;
+    `prefixes` are blocks that hold a cached prefix which no request refers to.
+
+    Args:
+        traces: The runs by label.
+        predictions: Rows of (quantity, predicted, measured, relative error as a fraction or None).
+        bounds: How much to show.
+        kpi: Rows of `metrics.kpi_table`, which makes them by default.
+    """
+    bounds = bounds or Bounds()
+    served = {label: trace.served for label, trace in traces.items()}
+    numbers = _Numbers()
+    for records in served.values():
+        for record in records[: bounds.requests]:
+            numbers[record.id]
+    stays = {label: seat_stays(excerpt(trace, bounds.steps)) for label, trace in traces.items()}
+    runs = [_run(label, trace, stays[label], bounds, numbers) for label, trace in traces.items()]
+    # What a request wants is told once, as the first run that served it saw it.
+    known = {record.id: record for records in reversed(served.values()) for record in records}
+    for run, records in zip(runs, served.values(), strict=True):
+        lengths = {record.id: len(record.tokens) for record in records}
+        run["absent"] = [number for name, number in numbers.items() if name not in lengths]
+        run["outputs"] = [
+            [numbers[name], length]
+            for name, length in lengths.items()
+            if name in numbers and length != len(known[name].tokens)
+        ]
+    colors = request_colors(stays.values())
+    rows = metrics.kpi_table(traces) if kpi is None else kpi
+    return {
+        "ids": [_name(name) for name in numbers],
+        "colors": [colors.get(name, number % len(REQUEST_COLORS)) for name, number in numbers.items()],
+        "fills": list(REQUEST_COLORS),
+        "inks": [ink_on(color) for color in REQUEST_COLORS],
+        "requests": [
+            [_short(record.arrival), record.num_prompt_tokens, len(record.tokens), record.max_tokens]
+            for record in map(known.__getitem__, numbers)
+        ],
+        "runs": runs,
+        "workload": {
+            "requests": len(known),
+            "output": sum(len(record.tokens) for record in known.values()),
+            "is_shared": len({frozenset(r.id for r in trace.requests) for trace in traces.values()}) == 1,
+            "is_served_by_all": len({frozenset(r.id for r in records) for records in served.values()}) == 1,
+        },
+        "kpi": [[row.name, row.unit, list(row.values), list(row.sizes)] for row in rows],
+        "speedups": _speed_ups(traces),
+        "predictions": [_prediction(row) for row in predictions],
+        "looks": [
+            [policy_look(trace.policy).color, _DASHES[place % len(_DASHES)]]
+            for place, trace in enumerate(traces.values())
+        ],
+    }
+
+
+def packed(values: Sequence[int]) -> list[int] | list[list[int]]:
+    """Return a column as it is or, where that is shorter, as one list of alternating values and counts."""
+    pairs = [part for value, group in groupby(values) for part in (value, len(list(group)))]
+    return [pairs] if len(pairs) < len(values) else list(values)
+
+
+def left_out(label: str, trace: Trace, bounds: Bounds) -> list[str]:
+    """Return sentences on what of a run the player does not show."""
+    name, total, listed = _name(label), len(trace.steps), len(trace.served)
+    if not total:
+        return [f"{name}: no step was run, so there is nothing to play."]
+    sentences = []
+    if total > bounds.steps:
+        rest = total - bounds.steps
+        shown = f"the first {bounds.steps:,} of {total:,} steps are shown"
+        sentences.append(f"{name}: {shown}; the other {rest:,} are left out.")
+    if listed > bounds.requests:
+        named = f"the first {bounds.requests:,} of {listed:,} requests are listed"
+        sentences.append(f"{name}: {named}, beside those that get a seat in the steps shown.")
+    return sentences
+
+
+def _run(
+    label: str, trace: Trace, stays: Sequence[SeatStay], bounds: Bounds, numbers: _Numbers
+) -> dict[str, Any]:
+    steps = trace.steps[: bounds.steps]
+    refused = [record for record in trace.requests if record.is_refused]
+    return {
+        "label": _name(label),
+        "policy": _name(trace.policy),
+        "seats": trace.scheduler.max_num_seqs,
+        "budget": trace.scheduler.max_num_batched_tokens,
+        "blocks": trace.cache.num_blocks,
+        "size": trace.cache.block_size,
+        "host": trace.cache.num_host_blocks,
+        "caching": trace.cache.prefix_caching,
+        "window": trace.cache.sliding_window,
+        "peak": int(trace.step_columns["num_held_blocks"].max(initial=0)),
+        "steps": len(trace.steps),
+        "duration": _short(trace.duration),
+        "tokens": sum(len(record.tokens) for record in trace.requests),
+        **_columns(trace, steps),
+        "stays": [_stay(numbers[stay.request_id], stay) for stay in stays],
+        "aborted": [
+            [step, *(numbers[name] for name in record.plan.aborted)]
+            for step, record in enumerate(steps)
+            if record.plan.aborted
+        ],
+        "ended": [
+            [numbers[record.id], record.finish_reason]
+            for record in trace.served
+            if record.finish_reason not in (None, "length") and record.id in numbers
+        ],
+        "refused": [[_name(one.id), _name(one.error or "")] for one in refused[: bounds.requests]],
+        "num_refused": len(refused),
+        "reasons": _reasons(steps),
+        **_blocks(trace, steps, bounds, numbers),
+    }
+
+
+def _columns(trace: Trace, steps: Sequence[StepRecord]) -> dict[str, Any]:
+    """Return the columns of one number a step."""
+    failed = {record.id for record in trace.requests if record.finish_reason == "error"}
+    num_tokens, out = 0, []
+    for record in steps:
+        # The step that a request failed in brought it no token.
+        num_tokens += sum([entry.samples for entry in record.plan.scheduled])
+        num_tokens -= len(failed.intersection(record.finished))
+        out.append(num_tokens)
+    return {
+        "start": _starts(steps),
+        "end": [_short(record.end) for record in steps],
+        "out": packed(out),
+        "waiting": packed([record.num_waiting for record in steps]),
+        "held": packed([record.num_held_blocks for record in steps]),
+        "kv": packed([record.num_held_tokens for record in steps]),
+        "cached": packed([record.num_cached_blocks for record in steps]),
+        "swapped": packed([record.num_swapped for record in steps]),
+        "hosted": packed([record.num_held_host_blocks for record in steps]),
+    }
+
+
+def _starts(steps: Sequence[StepRecord]) -> list[float | int]:
+    """Return pairs of a step and its start, where no request ran between it and the one before.
+
+    The moment that a host takes between two steps counts as the later one's.
+    """
+    pairs: list[float | int] = []
+    before: StepRecord | None = None
+    for step, record in enumerate(steps):
+        start = _short(record.start)
+        if before is None or (start != _short(before.end) and not before.num_staying):
+            pairs += [step, start]
+        before = record
+    return pairs
+
+
+def _stay(number: int, stay: SeatStay) -> list[Any]:
+    spans = [part for kind, first, end in stay.spans for part in (KINDS.index(kind), end - first)]
+    prefills = [
+        part for step, size, samples in stay.prefills for part in (step - stay.first, size, int(samples))
     ]
+    before = stay.num_tokens_before, stay.num_computed_before
+    return [number, stay.seat, stay.first, OUTCOMES.index(stay.outcome), *before, spans, prefills]
+
+
+def _reasons(steps: Sequence[StepRecord]) -> list[list[Any]]:
+    """Return why requests were not served: a step, then {reason: how many} of the seated and of the others.
+
+    A step for which nothing is said is like the one before.
+    """
+    told: list[list[Any]] = []
+    seated: set[str] = set()
+    for step, record in enumerate(steps):
+        plan = record.plan
+        seated = (seated - {*plan.preempted, *plan.aborted}) | {entry.request.id for entry in plan.admitted}
+        unserved = seated - {entry.request_id for entry in plan.scheduled} if plan.skipped else set()
+        idle = Counter(reason for name, reason in plan.skipped if name in unserved)
+        waiting = record.num_skipped()
+        waiting.subtract(idle)
+        said = [dict(sorted(idle.items())), dict(sorted((+waiting).items()))]
+        if not told or told[-1][1:] != said:
+            told.append([step, *said])
+        seated.difference_update(record.finished)
+    return told
+
+
+def _blocks(trace: Trace, steps: Sequence[StepRecord], bounds: Bounds, numbers: _Numbers) -> dict[str, Any]:
+    """Return which request holds which block, until too many would have to be told."""
+    blocks = BlockMap.of(steps)
+    until = _blocks_until(blocks, len(steps), bounds.table_entries)
+    begun: dict[int, list[int]] = {}
+    for block, first, end in blocks.cached:
+        if first < until:
+            begun.setdefault(first, [first]).extend((block, min(end, until) - first))
+    used = [
+        max(
+            (block + 1 for table in blocks.tables if table.on_host is on_host for block in table.blocks),
+            default=0,
+        )
+        for on_host in (False, True)
+    ]
+    return {
+        "tables_until": until,
+        "tables": [
+            _table(numbers[table.request_id], table, until) for table in blocks.tables if table.first < until
+        ],
+        "prefixes": list(begun.values()),
+        "transfers": [
+            [
+                step,
+                *(part for kind, *pair in record.plan.transfers for part in (TRANSFERS.index(kind), *pair)),
+            ]
+            for step, record in enumerate(steps[:until])
+            if record.plan.transfers
+        ],
+        "cells_drawn": _drawn(trace.cache.num_blocks, used[False], bounds),
+        "host_cells": _drawn(trace.cache.num_host_blocks, used[True], bounds),
+    }
+
+
+def _blocks_until(blocks: BlockMap, num_steps: int, most: int) -> int:
+    """Return the first step whose blocks are left out since too many would have to be told."""
+    new = Counter(step for table in blocks.tables for step in table.since)
+    new.update(span.first for span in blocks.cached)
+    total = 0
+    for step in range(num_steps):
+        total += new[step]
+        if total > most:
+            return step
+    return num_steps
+
+
+def _table(number: int, table: BlockTable, until: int) -> list[Any]:
+    """Return a table: request, on the host or not, first step, end, blocks, growth, losses.
+
+    Growth is pairs of an offset and the number of blocks that the table has from there on; losses likewise,
+    of blocks that it does not hold any more.
+    """
+    since, lost = ([step for step in steps if step < until] for steps in (table.since, table.lost))
+    growth, losses = (_growth(steps, table.first) for steps in (since, lost))
+    return [number, int(table.on_host), table.first, table.end, table.blocks[: len(since)], growth, losses]
+
+
+def _growth(steps: Sequence[int], first: int) -> list[int]:
+    last = {step: count for count, step in enumerate(steps, start=1)}
+    return [part for step, count in last.items() for part in (step - first, count)]
+
+
+def _drawn(size: int, used: int, bounds: Bounds) -> list[int]:
+    """Return how many blocks of a pool are drawn, and how many the steps shown use from its first on."""
+    wanted = size if size <= _SMALL_POOL else max(used, _SMALL_POOL // 2)
+    return [min(bounds.cells, size, wanted), used]
+
+
+def _speed_ups(traces: Mapping[str, Trace]) -> list[list[str]]:
+    """Return the runs' throughput over that of a static one, or of the first, with both labels."""
+    first = next((label for label, trace in traces.items() if trace.policy == "static"), next(iter(traces)))
+    ratios = {label: metrics.speed_up(traces[first], run) for label, run in traces.items() if label != first}
+    return [
+        [_name(label), _name(first), text.number(ratio)]
+        for label, ratio in ratios.items()
+        if ratio is not None
+    ]
+
+
+def _prediction(row: Sequence[Any]) -> list[str]:
+    if len(row) != 4:
+        raise ValueError(f"prediction {tuple(row)!r} must be (quantity, predicted, measured, relative error)")
+    quantity, predicted, measured, error = row
+    return [_name(str(quantity)), text.number(predicted), text.number(measured), text.percent(error)]
+
+
+def _finding(label: str, trace: Trace) -> str:
+    mean, seats = metrics.occupancy(trace), trace.scheduler.max_num_seqs
+    return (
+        f"{_name(label)}: {mean:.1f} of {seats} seats busy on average over {text.duration(trace.duration)}."
+    )
+
+
+def _name(label: str) -> str:
+    return text.visible(label, lines=False)
+
+
+def _short(seconds: float) -> float | int:
+    """Return a time rounded to nine digits, which tells all steps of a run apart and is short to write."""
+    rounded = float(f"{seconds:.9g}")
+    return int(rounded) if rounded.is_integer() else rounded

@@ -1,6 +1,6 @@
-// The physical blocks of both pools, and whose they are.
+// The physical blocks of both pools, and which requests refer to them.
 const MAX_TABLE = 16;
-const NO_OWNER = { free: "free", cached: "cached prefix, held by nobody" };
+const NO_OWNER = { free: "free", cached: "cached prefix, no request refers to it" };
 
 function buildBlocks(parent, run) {
   const box = element(parent, "div", "cbr-pools");
@@ -14,7 +14,7 @@ function buildBlocks(parent, run) {
     const cells = Array.from({ length: number }, (_, block) => {
       const cell = element(map, "span", "cbr-cell");
       cell.dataset.block = String(block);
-      cell.who = element(cell, "bdi");
+      cell.label = element(cell, "bdi");
       return cell;
     });
     if (number < size) {
@@ -82,7 +82,7 @@ function drawPool(run, pool, step, held, kept, runs, isCut) {
     put(cell, "data-mark", mark || (mine.length > 1 ? "×" + mine.length : ""));
     paint(cell, chosen && !isPadding ? chosen[0] : -1);
     const text = !chosen ? String(block) : chosen[0] === followed ? "#" + chosen[1] : data.ids[chosen[0]];
-    write(cell.who, text);
+    write(cell.label, text);
     put(cell, "title", pool.title + ", block " + block + ": " + (mine.length ? mine.map(([request, place]) =>
       data.ids[request] + " (its block " + place + ")").join(", ") : NO_OWNER[state]) +
       (mark ? ", " + { "↓": "swapped out", "↑": "swapped in", "→": "copied" }[mark] + " in this step" : ""));
@@ -93,7 +93,7 @@ function drawPool(run, pool, step, held, kept, runs, isCut) {
     (cached ? ", " + count(cached) + " free ones keep a cached prefix" : "");
   write(pool.note, text);
   put(pool.map, "aria-label", pool.title + ": " + text + (isCut ? "" : ". " + [...held.slice(0, 32).map((one) => tableText(one)),
-    ...(kept.length ? ["cached, held by nobody: " + some(kept.sort((one, other) => one - other).map(String), MAX_TABLE)] : [])].join("; ")));
+    ...(kept.length ? ["cached, no request refers to them: " + some(kept.sort((one, other) => one - other).map(String), MAX_TABLE)] : [])].join("; ")));
 }
 
 function tableText(one) {
@@ -103,7 +103,7 @@ function tableText(one) {
 
 function drawTables(list, held) {
   list.replaceChildren();
-  if (!held.length) element(list, "p", "cbr-quiet", "Nobody holds a block.");
+  if (!held.length) element(list, "p", "cbr-quiet", "No request holds a block.");
   for (const one of held.slice(0, 64)) {
     const row = element(list, "p", "cbr-table-row");
     chip(row, one.request, one.onHost ? "host" : "").setAttribute("aria-pressed", String(one.request === followed));

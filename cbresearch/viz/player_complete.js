@@ -1,4 +1,4 @@
-// The last tab: what came of it.
+// The last tab: the result.
 function buildComplete(panel) {
   const heroes = element(panel, "div", "cbr-heroes");
   const hero = (value, text, notes) => {

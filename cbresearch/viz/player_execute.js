@@ -5,7 +5,7 @@ const WHY = {
   blocks: "the KV pool has no room",
   sibling: "a parallel sample is computing the prompt",
   chunk: "the whole prompt does not fit what is left of the token budget",
-  policy: "the policy serves others first",
+  policy: "the policy serves other requests first",
 };
 const KIND_NAMES = ["served", "seated, not served", "finished, still computed"];
 const MAX_SEATS = 256, MAX_QUEUE = 12, MAX_NAMED = 4;
@@ -32,7 +32,7 @@ function buildRun(parent, run) {
   view.tiles = Array.from({ length: Math.min(run.seats, MAX_SEATS) }, (_, seat) => {
     const tile = button(seats, "cbr-seat", "", () => { if (tile.request >= 0) follow(tile.request); });
     tile.request = -1;
-    tile.who = element(tile, "bdi");
+    tile.label = element(tile, "bdi");
     tile.what = element(tile, "small");
     tile.bar = element(element(tile, "i", "cbr-progress"), "b");
     return tile;
@@ -80,7 +80,7 @@ function drawRun(run, view, time) {
     if (tile.dataset.kind !== kind) tile.dataset.kind = kind;
     tile.request = stay ? stay.request : -1;
     paint(tile, stay && now.kind !== PADDING ? stay.request : -1);
-    write(tile.who, stay ? data.ids[stay.request] : "");
+    write(tile.label, stay ? data.ids[stay.request] : "");
     const wanted = stay ? outputOf(run, stay.request) : 0;
     const text = !stay ? "seat " + seat : now.kind === PADDING ? "finished" : now.kind === HELD ? "not served"
       : now.prefill ? (now.isAgain ? "again " : "prompt ") + count(now.prefill) : count(now.tokens) + " / " + count(wanted);
@@ -111,7 +111,7 @@ function drawRun(run, view, time) {
   return run.label + ": " + lines.map(([, text]) => text).join("; ") + ".";
 }
 
-// Who waits at a moment, and how many: in a step as the run counted them, who is not listed included.
+// The requests that wait at a moment, and how many: in a step as the run counted them, unlisted ones included.
 function queueAt(run, { step, runs, final }, time) {
   if (runs) return { ...queue(run, step), number: run.waiting[step], numSwapped: run.swapped[step] };
   if (final || !run.start.length) return { swapped: [], waiting: [], number: 0, numSwapped: 0 };
@@ -127,7 +127,7 @@ function drawQueue(run, box, { swapped, waiting, number, numSwapped }) {
   const group = (title, requests, total) => {
     const row = element(box, "div", "cbr-chips");
     element(row, "span", "cbr-quiet", title);
-    if (!total) element(row, "span", "cbr-quiet", "nobody");
+    if (!total) element(row, "span", "cbr-quiet", "empty");
     requests.slice(0, Math.min(MAX_QUEUE, total)).forEach((request) => {
       chip(row, request).setAttribute("aria-pressed", String(request === followed));
     });
@@ -161,19 +161,19 @@ function story(run, at, time) {
   if (!run.start.length) return [["○", "no step was run"]];
   if (at.isCut) return [["○", "the recording is shown up to here"]];
   if (at.final) return [["✓", "all is done: " + counted(run.out[step], "token") + " in " + counted(run.steps, "step")],
-    ...(time < last ? [["○", "the others go on"]] : [])];
+    ...(time < last ? [["○", "the other runs go on"]] : [])];
   if (!runs) return [["○", idling(run, step, queueAt(run, at, time).number, time)]];
   return [...leaving(run, step), ...joining(run, step), ...computing(run, step), ...moving(run, step), ...waitingFor(run, step)];
 }
 
-// Nobody runs since nobody is there, or since those who are wait for more to come.
+// No request runs: none is there, or those that are wait for more to come.
 function idling(run, step, number, time) {
   const next = seconds(run.start[step + 1]);
   if (number) return "idle: " + count(number) + (number > 1 ? " wait" : " waits") + " for the next batch, which begins at " + next;
   const coming = data.requests.map(([arrival], request) => arrival > time && isThere(run, request, step + 1) ? arrival : Infinity);
   const first = seconds(smallest(coming, run.start[step + 1]));
-  const nobody = step < 0 ? "nothing has arrived yet" : "idle: nobody is there to be served before " + first;
-  return nobody + (first === next ? "" : "; the next batch begins at " + next);
+  const why = step < 0 ? "no request has arrived yet" : "idle: no request arrives before " + first;
+  return why + (first === next ? "" : "; the next batch begins at " + next);
 }
 
 function leaving(run, step) {
@@ -183,7 +183,7 @@ function leaving(run, step) {
   const swapped = preempted.filter((stay) => run.onHost(stay.request, step));
   const thrown = preempted.filter((stay) => !run.onHost(stay.request, step));
   const lose = (stays) => ids(stays.map((stay) => stay.request)) + (stays.length > 1 ? " lose their seats" : " loses seat " + stays[0].seat) +
-    ", since others need " + (stays.length > 1 ? "their" : "its") + " room: ";
+    ", since other requests need " + (stays.length > 1 ? "their" : "its") + " room: ";
   if (swapped.length) lines.push(["↓", lose(swapped) + "preempted, the KV moves to the host (swap)"]);
   if (thrown.length) lines.push(["✗", lose(thrown) + "preempted, the KV is given up and computed again later"]);
   const aborted = (run.aborted.find(([when]) => when === step) || []).slice(1);
@@ -257,7 +257,7 @@ function moving(run, step) {
 function waitingFor(run, step) {
   const [, idle, waiting] = upTo(run.reasons, step, (said) => said[0]) || [0, {}, {}];
   const isClosed = !run.joins.has(step);
-  const told = (reason) => reason === "policy" && isClosed ? "the policy lets nobody join now" : WHY[reason] || reason;
+  const told = (reason) => reason === "policy" && isClosed ? "the policy admits no request now" : WHY[reason] || reason;
   const why = (reasons) => Object.entries(reasons).map(([reason, number]) =>
     (Object.keys(reasons).length > 1 ? count(number) + " because " : "") + told(reason)).join(", ");
   const total = (reasons) => Object.values(reasons).reduce((sum, number) => sum + number, 0);

@@ -5,7 +5,7 @@ const ICONS = {
   last: "M11 2h2v12h-2zM3 2v12l7.500-6z",
 };
 const MODES = [
-  ["start", "Start", "who wants what", false],
+  ["start", "Start", "what each request wants", false],
   ["execute", "Execute", "step by step", true],
   ["monitor", "Monitor", "gauges and lines", true],
   ["complete", "Complete", "key figures", false],
@@ -111,7 +111,7 @@ function key(parent) {
     element(item, "span", "", text);
     return sample;
   };
-  entry("cbr-seat", "kind", "served", "served, a colour a request");
+  entry("cbr-seat", "kind", "served", "served, one colour per request");
   if (data.runs.some((run) => run.padding.some(Boolean))) entry("cbr-seat", "kind", "padding", "finished, still computed (padding)");
   entry("cbr-seat", "kind", "held", "seated, not served");
   entry("cbr-seat", "kind", "empty", "empty seat");
@@ -119,7 +119,7 @@ function key(parent) {
   const shares = data.runs.some((run) => run.caching || run.transfers.some(([, kind]) => kind === 0));
   if (shares) entry("cbr-cell", "state", "shared", "block shared by several", "×2");
   if (shares) entry("cbr-cell", "state", "held", "copied in this step (copy on write)", "→");
-  if (data.runs.some((run) => run.prefixes.length)) entry("cbr-cell", "state", "cached", "cached prefix, held by nobody");
+  if (data.runs.some((run) => run.prefixes.length)) entry("cbr-cell", "state", "cached", "cached prefix, no request refers to it");
   if (data.runs.some((run) => run.host)) {
     entry("cbr-cell", "state", "held", "swapped out in this step", "↓");
     entry("cbr-cell", "state", "held", "swapped in", "↑");
@@ -169,7 +169,7 @@ function drawFollowing() {
   following.replaceChildren();
   if (followed >= 0) chip(following, followed).setAttribute("aria-pressed", "true");
   element(following, "span", "", text);
-  if (atEnd) button(following, "cbr-button cbr-main cbr-next", "What came of it ›", () => open(3, true));
+  if (atEnd) button(following, "cbr-button cbr-main cbr-next", "See the result ›", () => open(3, true));
 }
 
 function draw() {

@@ -136,14 +136,14 @@ function doing(run, stay, step) {
     if (!stay.prefills[place + 2]) tokens -= 1;
     if (when !== step) continue;
     prefill = stay.prefills[place + 1];
-    // Whoever lost its KV behind its first token computes its output again with the prompt.
+    // A request that lost its KV behind its first token computes its output again with the prompt.
     isAgain = tokens - stay.prefills[place + 2] > 0;
   }
   return { kind, prefill, isAgain, tokens: Math.min(tokens, outputOf(run, stay.request)) };
 }
 
-// Who waits in a step, or at a moment behind it when nobody runs: swapped ones, then the preempted, then by
-// arrival; only who is listed has a name.
+// The requests that wait in a step, or at a moment behind it when none runs: swapped ones, then preempted ones,
+// then by arrival; only listed ones have a name.
 function queue(run, step, time) {
   const waiting = [], swapped = [], preempted = [];
   const now = time === undefined ? run.start[step] : time;

@@ -1,17 +1,17 @@
-// The first tab: who wants what, from which seats and which pool.
+// The first tab: what each request wants, from which seats and which pool.
 function buildStart(panel, begin) {
   const [run] = data.runs, work = data.workload;
   const alike = (name) => data.runs.every((other) => other[name] === run[name]);
   const labels = data.runs.map((other) => other.label);
   const intro = element(panel, "p", "cbr-lead");
-  const together = work.is_served_by_all ? " serve the same requests on one clock; they differ in who may sit down when."
-    : work.is_shared ? " are given the same requests on one clock; they differ in who may sit down when, and in whom they refuse."
+  const together = work.is_served_by_all ? " serve the same requests on one clock; they differ in when a request may join the batch."
+    : work.is_shared ? " are given the same requests on one clock; they differ in when a request may join the batch, and in which requests they refuse."
       : " play on one clock; each is given requests of its own.";
   intro.textContent = !work.requests ? "No request was served."
     : counted(work.requests, "request") + " want" + (work.requests === 1 ? "s" : "") + " " +
     counted(work.output, "token") + " from " + (alike("seats") ? counted(run.seats, "seat") : "a few seats") + ". " +
     (labels.length > 1 ? some(labels, 6) + together : labels[0] + " serves them, step by step.");
-  const go = named(button(panel, "cbr-button cbr-main cbr-begin", "▶ Press play", begin), "begin");
+  const go = named(button(panel, "cbr-button cbr-main cbr-begin", "▶ Play the runs", begin), "begin");
   go.title = "play the runs from the first step";
   const grid = element(panel, "div", "cbr-start");
   const left = element(grid, "section", "cbr-card"), right = element(grid, "section", "cbr-card");
@@ -39,8 +39,8 @@ function buildStart(panel, begin) {
     refusals.set(text, [...(refusals.get(text) || []), one.label]);
   }
   for (const [text, by] of refusals) {
-    const everyone = by.length === data.runs.length && by.length > 1;
-    element(right, "p", "cbr-quiet", "Refused" + (everyone ? "" : " by " + some(by, 6)) + ": " + text);
+    const isAll = by.length === data.runs.length && by.length > 1;
+    element(right, "p", "cbr-quiet", "Refused" + (isAll ? "" : " by " + some(by, 6)) + ": " + text);
   }
 }
 

@@ -5,48 +5,26 @@ import io
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib.pyplot as plt
 from matplotlib.figure import Figure
 
 from cbresearch import metrics
-from cbresearch.metrics import KpiRow, Slo
-from cbresearch.trace import Trace, write_whole
-from cbresearch.viz import figures, words
-from cbresearch.viz.dispatcher import questions
+from cbresearch.metrics import KpiRow
+from cbresearch.metrics.reporting import Reporting
+from cbresearch.trace import RequestRecord, Trace, write_whole
+from cbresearch.viz import charts, memory, style, text, timeline
 from cbresearch.viz.player import player_html
-from cbresearch.viz.style import use_style
 from cbresearch.viz.templates import asset, render
 
 Answer = tuple[str, Mapping[str, str]]
+Picture = tuple[str, str, str, Callable[[], Figure]]
 
-# More bars than this are a blur, more refusals a wall.
+# More bars than this are a blur, more refusals a wall, fewer dots than this no picture.
 _MAX_SEAT_STEPS = 600
-_MAX_REFUSED = 50
-
-_WAIT, _SPEED = "ttft_p99_s", "output_throughput_tokens_per_s"
-
-
-class _Table(NamedTuple):
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
-
-
-class _Plan(NamedTuple):
-    heading: str
-    draw: Callable[[], Figure]
-    form: str
-    text: str
-    table: _Table
-
-
-class _Picture(NamedTuple):
-    heading: str
-    png: str
-    alt: str
-    caption: str
-    table: _Table
+_MAX_ERRORS = 50
+_MIN_DOTS = 3
 
 
 def write_report(
@@ -54,64 +32,58 @@ def write_report(
     *,
     title: str,
     traces: Mapping[str, Trace],
-    kpi: Iterable[KpiRow | Sequence[Any]] = (),
+    kpi: Iterable[KpiRow] | None = None,
     predictions: Iterable[Sequence[Any]] = (),
     answers: Iterable[Answer] = (),
     environment: Mapping[str, str] | None = None,
     note: str = "",
     bytes_per_token: int | None = None,
-    slo: Slo | None = None,
-    price_per_hour: float | None = None,
-    currency: str = "USD",
+    reporting: Reporting | None = None,
 ) -> Path:
-    """Write one HTML file that shows the runs: a dispatcher's three questions, tables, the player, figures.
+    """Write one HTML file that shows the runs: a summary, tables, the player, figures, answers and errors.
 
-    How much was carried, who waited longest and what it cost comes first; answers, refusals and the
-    environment come last. The file needs nothing else: no network, no other file. It appears whole or not
-    at all.
+    The summary answers how much was served, which request waited longest and what it cost. The file needs
+    nothing else: no network, no other file. It appears whole or not at all.
 
     Args:
         path: Where to write it.
         title: What was compared.
         traces: The runs by label.
-        kpi: Rows of `metrics.kpi_table`, or (name, unit, value of each run in the order of `traces`).
+        kpi: Rows of `metrics.kpi_table`, which makes them by default.
         predictions: Rows of (quantity, predicted, measured, relative error as a fraction or None).
         answers: Some prompts, each with the generated text by label.
         environment: What the runs ran on: names and values.
         note: A sentence below the title.
         bytes_per_token: KV bytes of one token; without it memory is given in tokens.
-        slo: What was promised to the clients; without it there is no goodput.
-        price_per_hour: What an hour of the machine costs; without it the cost of tokens is given in hours.
-        currency: Of the price.
+        reporting: The SLO, for goodput, and the price of an hour, without which tokens cost hours.
 
     Raises:
-        ValueError: There is no run, a row has the wrong number of values, or the price is below 0.
+        ValueError: There is no run, or a row has the wrong number of values.
     """
-    if not traces:
-        raise ValueError("there is no run to report; give at least one trace")
-    key_figures = [_kpi_row(row, len(traces)) for row in kpi]
+    _require_runs(traces)
+    terms = reporting or Reporting()
+    rows = _key_figures(traces, bytes_per_token, terms) if kpi is None else list(kpi)
     compared = [_prediction(row) for row in predictions]
     html = render(
         "report.html.jinja",
         title=title,
         note=note,
         css=asset("report.css"),
+        summary=summary_of(traces, terms),
+        kpi=_cells(rows, traces),
         labels=list(traces),
-        questions=questions(
-            traces,
-            bytes_per_token=bytes_per_token,
-            slo=slo,
-            price_per_hour=price_per_hour,
-            currency=currency,
-        ),
-        kpi=key_figures,
-        predictions=compared,
-        pictures=_pictures(traces),
-        player=player_html(traces, predictions=compared, strip=False),
+        predictions=[
+            (quantity, text.number(predicted), text.number(measured), text.percent(error))
+            for quantity, predicted, measured, error in compared
+        ],
+        pictures=_drawn(_pictures(traces)),
+        player=player_html(traces, predictions=compared, kpi=rows),
         answers=[(prompt, _grouped(texts)) for prompt, texts in answers],
-        refused=_errors(traces, are_refused=True),
-        failed=_errors(traces, are_refused=False),
-        max_refused=_MAX_REFUSED,
+        errors=[
+            ("Refused requests", "refused", _errors(traces, are_refused=True)),
+            ("Failed requests", "failed while they were served", _errors(traces, are_refused=False)),
+        ],
+        max_errors=_MAX_ERRORS,
         environment=dict(environment or {}),
     )
     # A lone surrogate in an id would make the file unwritable.
@@ -120,158 +92,142 @@ def write_report(
 
 
 def first_section(
-    traces: Mapping[str, Trace],
-    *,
-    bytes_per_token: int | None = None,
-    slo: Slo | None = None,
-    price_per_hour: float | None = None,
-    currency: str = "USD",
+    traces: Mapping[str, Trace], *, bytes_per_token: int | None = None, reporting: Reporting | None = None
 ) -> str:
-    """Return the report's first section alone, a dispatcher's three questions, as HTML for a notebook.
+    """Return the report's summary and key figures alone, as HTML for a notebook.
 
     Args:
         traces: The runs by label.
         bytes_per_token: KV bytes of one token; without it memory is given in tokens.
-        slo: What was promised to the clients; without it there is no goodput.
-        price_per_hour: What an hour of the machine costs; without it the cost of tokens is given in hours.
-        currency: Of the price.
+        reporting: The SLO, for goodput, and the price of an hour, without which tokens cost hours.
 
     Raises:
-        ValueError: There is no run, or the price is below 0.
+        ValueError: There is no run.
     """
-    if not traces:
-        raise ValueError("there is no run to report; give at least one trace")
+    _require_runs(traces)
+    terms = reporting or Reporting()
     return render(
-        "questions.html.jinja",
+        "first_section.html.jinja",
         css=asset("report.css"),
+        summary=summary_of(traces, terms),
+        kpi=_cells(_key_figures(traces, bytes_per_token, terms), traces),
         labels=list(traces),
-        questions=questions(
-            traces,
-            bytes_per_token=bytes_per_token,
-            slo=slo,
-            price_per_hour=price_per_hour,
-            currency=currency,
-        ),
     )
 
 
-def _pictures(traces: Mapping[str, Trace]) -> list[_Picture]:
-    """Draw the figures in the package's own style, whatever the caller's is."""
-    pictures = []
+def summary_of(traces: Mapping[str, Trace], reporting: Reporting) -> list[tuple[str, str]]:
+    """Return what a reader asks first of some runs, and the answers, the best run first.
+
+    Args:
+        traces: The runs by label.
+        reporting: The SLO and the price.
+    """
+    has_tokens = any(record.tokens for trace in traces.values() for record in trace.served)
+    nothing = "The runs took no time." if has_tokens else "No request got a token."
+    speeds = {label: metrics.output_throughput(trace) for label, trace in traces.items()}
+    given = reporting.price_per_hour
+    price, unit = (1.0, "Hours of the machine") if given is None else (given, reporting.currency)
+    costs = {label: metrics.cost_per_million_tokens(trace, price) for label, trace in traces.items()}
+    cost = _ranked(f"{unit} for a million output tokens", costs, largest=False) or nothing
+    cost += "" if given is not None else " No price of an hour was given."
+    if (slo := reporting.slo) is not None:
+        demands = ((slo.ttft, "TTFT"), (slo.tpot, "TPOT"), (slo.latency, "latency"))
+        promise = " and ".join(f"{name} within {text.duration(most)}" for most, name in demands if most)
+        kept = {label: metrics.goodput(trace, slo) for label, trace in traces.items()}
+        cost += " " + _ranked(f"Requests a second with {promise}", kept, largest=True)
+    return [
+        ("How much was served?", _ranked("Output tokens a second", speeds, largest=True) or nothing),
+        ("Which request waited longest?", _longest_waits(traces)),
+        ("What did it cost?", cost),
+    ]
+
+
+def _ranked(quantity: str, values: Mapping[str, float | None], *, largest: bool) -> str:
+    """Return a quantity of some runs, the best first; what all share is said once."""
+    known = {label: value for label, value in values.items() if value is not None}
+    order = sorted(known, key=known.__getitem__, reverse=largest)
+    shown = [text.number(known[label], 3) for label in order]
+    if len(known) == len(values) > 1 and len(set(shown)) == 1:
+        return f"{quantity}: {shown[0]} in every run."
+    parts = [f"{label} {value}" for label, value in zip(order, shown, strict=True)]
+    return f"{quantity}: {', '.join(parts)}." if parts else ""
+
+
+def _longest_waits(traces: Mapping[str, Trace]) -> str:
+    """Return the longest wait for a first token in each run, the longest of all first."""
+    waits: list[tuple[float, str, RequestRecord]] = []
+    for label, trace in traces.items():
+        # Without a token an unfinished request has waited until the end of the run.
+        found = [
+            (trace.duration - record.arrival if record.ttft is None else record.ttft, label, record)
+            for record in trace.served
+            if record.ttft is not None or record.finish_reason is None
+        ]
+        waits += [max(found, key=lambda wait: wait[0])] if found else []
+    parts = [
+        f"{record.id} {text.duration(seconds)} ({label}{'' if record.tokens else ', no token'})"
+        for seconds, label, record in sorted(waits, key=lambda wait: -wait[0])
+    ]
+    return f"Longest wait for a first token: {', '.join(parts)}." if parts else "No request was served."
+
+
+def _pictures(traces: Mapping[str, Trace]) -> list[Picture]:
+    """Return heading, form, a note and drawing of each figure."""
+    is_cut = any(len(trace.steps) > _MAX_SEAT_STEPS for trace in traces.values())
+    cut = f" The first {_MAX_SEAT_STEPS} steps of each run are drawn." if is_cut else ""
+    pictures: list[Picture] = [
+        (
+            "Which request has which seat",
+            "Bars over time, one row a seat and one panel a run",
+            f"A hatched bar is the row of a finished request that the batch goes on computing.{cut}",
+            lambda: timeline.seats(traces, max_steps=_MAX_SEAT_STEPS),
+        ),
+        (
+            "How full the batch is",
+            "Step lines over time, one panel a run: rows of the batch that do useful work",
+            "The dotted line is the mean of all steps.",
+            lambda: timeline.occupancy(traces),
+        ),
+        (
+            "KV memory",
+            "Stacked areas over time, one panel a run: what each slot of the KV pool is used for",
+            "Shares are means over time.",
+            lambda: memory.kv_categories(traces),
+        ),
+        (
+            "Latency",
+            "Two cumulative distributions, a line per run: time to first token and time per output token",
+            "Markers stand at the median and at the 99th percentile.",
+            lambda: charts.latency_cdfs(traces),
+        ),
+    ]
+    if len(traces) >= _MIN_DOTS:
+        pictures.append(
+            (
+                "Throughput and wait",
+                "A dot per run: time to first token at the 99th percentile, and output throughput",
+                "Joined are the runs on the frontier: no other run is better in both.",
+                lambda: charts.pareto(traces),
+            )
+        )
+    return pictures
+
+
+def _drawn(pictures: Iterable[Picture]) -> list[dict[str, str]]:
+    """Draw figures in the package's own style, and say their titles in words too."""
+    drawn = []
     with plt.rc_context(), warnings.catch_warnings():
         # An id may be in a script that the font lacks; it is shown in full elsewhere in the report.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         plt.style.use("default")
-        use_style()
-        for plan in _plans(traces):
-            alt = f"{plan.form}. {plan.text}"
-            pictures.append(_Picture(plan.heading, _png(plan.draw()), alt, plan.text, plan.table))
-    return pictures
-
-
-def _plans(traces: Mapping[str, Trace]) -> list[_Plan]:
-    """Return what to draw, and beside each figure its finding and its numbers."""
-    caption = f"{words.length_finding(traces)}."
-    if any(len(trace.steps) > _MAX_SEAT_STEPS for trace in traces.values()):
-        caption += f" At most {_MAX_SEAT_STEPS:,} steps of each run are drawn."
-    found = {label: metrics.summary(trace) for label, trace in traces.items()}
-
-    def table(**columns: Callable[[Mapping[str, Any]], str]) -> _Table:
-        names = [name.replace("_", " ") for name in columns]
-        return _Table(
-            ["run", *names],
-            [[label, *(show(run) for show in columns.values())] for label, run in found.items()],
-        )
-
-    def percent(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda run: words.NOTHING if run[key] is None else f"{100 * run[key]:.1f} %"
-
-    def number(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda run: words.number(run[key])
-
-    def seconds(key: str) -> Callable[[Mapping[str, Any]], str]:
-        return lambda run: words.duration(run[key])
-
-    plans = [
-        _Plan(
-            "Who sits where",
-            lambda: figures.seats_side_by_side(traces, max_steps=_MAX_SEAT_STEPS),
-            "Bars over time, one row a seat and one panel a run",
-            f"{caption} Each bar is a request in its seat; a hatched one is the row of a finished request "
-            "that the batch goes on computing.",
-            table(
-                steps=number("num_steps"),
-                first_arrival_to_last_token=seconds("makespan_s"),
-                preemptions=number("num_preemptions"),
-            ),
-        ),
-        _Plan(
-            "How full the batch is",
-            lambda: figures.occupancy(traces),
-            "Step lines over time, one panel a run: rows of the batch that do useful work",
-            f"{words.occupancy_finding(traces)}.",
-            table(
-                useful_rows=number("occupancy_rows"),
-                of_all_seats=percent("utilization"),
-                rows_computed_for_nothing=percent("wasted_row_share"),
-            ),
-        ),
-        _Plan(
-            "KV memory",
-            lambda: figures.kv_categories(traces),
-            "Stacked areas over time, one panel a run: what each slot of the KV pool is used for",
-            f"{words.categories_findings(traces)}.",
-            table(
-                in_use=percent("kv_token_states_share"),
-                reserved=percent("kv_reserved_share"),
-                never_filled=percent("kv_internal_share"),
-                out_of_reach=percent("kv_external_share"),
-                cached=percent("kv_cached_share"),
-                free=percent("kv_free_share"),
-            ),
-        ),
-        _Plan(
-            "Latency",
-            lambda: figures.latency_cdfs(traces),
-            "Two cumulative distributions, a line per run: time to first token and time per output token",
-            f"{words.latency_finding(traces)}. Markers stand at the median and at the 99th percentile.",
-            table(
-                TTFT_p50=seconds("ttft_p50_s"),
-                TTFT_p99=seconds("ttft_p99_s"),
-                TPOT_p50=seconds("tpot_p50_s"),
-                TPOT_p99=seconds("tpot_p99_s"),
-                requests=number("ttft_n"),
-            ),
-        ),
-    ]
-    defined = [label for label, run in found.items() if None not in (run[_WAIT], run[_SPEED])]
-    if len(defined) > 1:
-        front = figures.front(found)
-        plans.append(
-            _Plan(
-                "Which policy is a choice",
-                lambda: figures.pareto(traces),
-                "A dot per run: time to first token at the 99th percentile, and output throughput",
-                f"{words.pareto_finding(front, len(defined))}. Joined are those that no other beats in both.",
-                _Table(
-                    ["run", "TTFT p99", "output throughput", "verdict"],
-                    [
-                        [
-                            label,
-                            words.duration(run[_WAIT]),
-                            words.NOTHING if run[_SPEED] is None else f"{words.number(run[_SPEED])} tokens/s",
-                            words.NOTHING
-                            if label not in defined
-                            else "a choice"
-                            if label in front
-                            else "beaten",
-                        ]
-                        for label, run in found.items()
-                    ],
-                ),
-            )
-        )
-    return plans
+        plt.style.use(style.STYLE)
+        for heading, form, note, draw in pictures:
+            fig = draw()
+            titles = [fig.get_suptitle(), *(ax.get_title("left") for ax in fig.axes)]
+            findings = [" ".join(title.split()) for title in titles if title]
+            words = {"alt": f"{form}. {'. '.join(findings)}.", "caption": f"{findings[0]}. {note}"}
+            drawn.append({"heading": heading, "png": _png(fig), **words})
+    return drawn
 
 
 def _png(fig: Figure) -> str:
@@ -285,17 +241,24 @@ def _png(fig: Figure) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _kpi_row(row: KpiRow | Sequence[Any], num_runs: int) -> dict[str, Any]:
-    sizes: Sequence[str] = ()
-    values: Sequence[Any]
-    if isinstance(row, KpiRow):
-        name, unit, values, sizes = row
-    else:
-        name, unit, *values = row
-    if len(values) != num_runs:
-        raise ValueError(f"KPI row {name!r} has {len(values)} values for {num_runs} runs")
-    cells = [(words.number(value), sizes[place] if sizes else "") for place, value in enumerate(values)]
-    return {"name": name, "unit": unit, "cells": cells}
+def _require_runs(traces: Mapping[str, Trace]) -> None:
+    if not traces:
+        raise ValueError("there is no run to report; give at least one trace")
+
+
+def _key_figures(traces: Mapping[str, Trace], bytes_per_token: int | None, terms: Reporting) -> list[KpiRow]:
+    return metrics.kpi_table(traces, bytes_per_token, terms)
+
+
+def _cells(rows: Iterable[KpiRow], traces: Mapping[str, Trace]) -> list[list[Any]]:
+    """Return key figures as rows of cells, a value with the sample size behind it where there is one."""
+    found = []
+    for row in rows:
+        if len(row.values) != len(traces):
+            raise ValueError(f"KPI row {row.name!r} has {len(row.values)} values for {len(traces)} runs")
+        sizes = row.sizes or [""] * len(row.values)
+        found.append([row.name, row.unit, *zip(row.values, sizes, strict=True)])
+    return found
 
 
 def _prediction(row: Sequence[Any]) -> tuple[Any, ...]:
@@ -307,16 +270,16 @@ def _prediction(row: Sequence[Any]) -> tuple[Any, ...]:
 def _grouped(texts: Mapping[str, str]) -> list[tuple[list[str], str]]:
     """Return each distinct text once, with the labels of the runs that gave it."""
     groups: dict[str, list[str]] = {}
-    for label, text in texts.items():
-        groups.setdefault(text, []).append(label)
-    return [(labels, text) for text, labels in groups.items()]
+    for label, words in texts.items():
+        groups.setdefault(words, []).append(label)
+    return [(labels, words) for words, labels in groups.items()]
 
 
-def _errors(traces: Mapping[str, Trace], are_refused: bool) -> list[tuple[str, str, list[str]]]:
-    """Return who was refused, or failed while it was served, and why, with the labels of the runs."""
+def _errors(traces: Mapping[str, Trace], *, are_refused: bool) -> list[list[str]]:
+    """Return the requests that were refused, or failed while they were served, why, and in which runs."""
     found: dict[tuple[str, str], list[str]] = {}
     for label, trace in traces.items():
-        for request in trace.requests:
-            if request.error is not None and request.is_refused is are_refused:
-                found.setdefault((request.id, request.error), []).append(label)
-    return [(request_id, error, labels) for (request_id, error), labels in found.items()]
+        for record in trace.requests:
+            if record.error is not None and record.is_refused is are_refused:
+                found.setdefault((record.id, record.error), []).append(label)
+    return [[request_id, error, ", ".join(labels)] for (request_id, error), labels in found.items()]

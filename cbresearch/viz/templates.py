@@ -6,7 +6,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from cbresearch.viz import words
+from cbresearch.viz import text
 
 _FOLDER = Path(__file__).parent
 
@@ -26,13 +26,12 @@ def render(name: str, **values: object) -> str:
         lstrip_blocks=True,
         finalize=_shown,
     )
-    environment.filters |= {"number": words.number, "percent": words.percent, "duration": words.duration}
     return environment.get_template(name).render(**values)
 
 
 def _shown(value: Any) -> Any:
     """Return what a template writes for a value: texts of users made visible, our own HTML as it is."""
-    return words.visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+    return text.visible(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def asset(name: str) -> str:
@@ -42,5 +41,5 @@ def asset(name: str) -> str:
 
 def script_json(value: Any) -> str:
     """Return JSON that is safe inside a script element, whatever its texts contain."""
-    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    found = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return found.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,96 +1,47 @@
-"""Whom to serve: presets, public traces, files, and seeded arrivals, lengths, prefixes and sessions."""
+"""Workloads: presets, public traces, files, and seeded arrivals, lengths, prefixes and sessions."""
 
-from cbresearch.workloads.applications import (
-    agents,
-    agents_sessions,
-    batch,
-    chat,
-    code,
-    multi_turn,
-    multi_turn_sessions,
-    rag,
-    summarization,
-)
-from cbresearch.workloads.arrivals import AtOnce, Gamma, OnOff, Poisson, Recorded, merge, scale_rate
-from cbresearch.workloads.draws import lognormal_lengths, poisson_arrivals, spread_arrivals, uniform_lengths
-from cbresearch.workloads.files import TraceFile, find, load, load_mooncake, read_trace
-from cbresearch.workloads.lengths import (
-    Coupled,
-    Empirical,
-    Fixed,
-    Geometric,
-    Joint,
-    Lengths,
-    Lognormal,
-    Quantiles,
-    Uniform,
-    Zipf,
-)
-from cbresearch.workloads.lines import EXAMPLE
-from cbresearch.workloads.mix import Prefixes, make_requests
-from cbresearch.workloads.named import PRESETS, chat24, classic60, lognormal128, poisson64, presets
-from cbresearch.workloads.predictors import PREDICTORS, Predictor, predict
-from cbresearch.workloads.prompts import MAX_DRAWN_TOKENS, Encode, resolve_prompts
-from cbresearch.workloads.public import TRACES, fetch
-from cbresearch.workloads.sessions import Exponential, Session, Sessions, Turn, closed_loop, conversations
-
-__all__ = [
-    "EXAMPLE",
-    "MAX_DRAWN_TOKENS",
-    "PREDICTORS",
-    "PRESETS",
-    "TRACES",
-    "AtOnce",
-    "Coupled",
-    "Empirical",
-    "Encode",
-    "Exponential",
-    "Fixed",
-    "Gamma",
-    "Geometric",
-    "Joint",
-    "Lengths",
-    "Lognormal",
-    "OnOff",
-    "Poisson",
-    "Predictor",
-    "Prefixes",
-    "Quantiles",
-    "Recorded",
-    "Session",
-    "Sessions",
-    "TraceFile",
-    "Turn",
-    "Uniform",
-    "Zipf",
-    "agents",
-    "agents_sessions",
-    "batch",
-    "chat",
-    "chat24",
-    "classic60",
-    "closed_loop",
-    "code",
-    "conversations",
-    "fetch",
-    "find",
-    "load",
-    "load_mooncake",
-    "lognormal128",
-    "lognormal_lengths",
-    "make_requests",
-    "merge",
-    "multi_turn",
-    "multi_turn_sessions",
-    "poisson64",
-    "poisson_arrivals",
-    "predict",
-    "presets",
-    "rag",
-    "read_trace",
-    "resolve_prompts",
-    "scale_rate",
-    "spread_arrivals",
-    "summarization",
-    "uniform_lengths",
-]
+from cbresearch.workloads.arrivals import AtOnce as AtOnce
+from cbresearch.workloads.arrivals import Gamma as Gamma
+from cbresearch.workloads.arrivals import OnOff as OnOff
+from cbresearch.workloads.arrivals import Poisson as Poisson
+from cbresearch.workloads.arrivals import Recorded as Recorded
+from cbresearch.workloads.arrivals import merge as merge
+from cbresearch.workloads.arrivals import scale_rate as scale_rate
+from cbresearch.workloads.arrivals import spread_arrivals as spread_arrivals
+from cbresearch.workloads.files import TRACES as TRACES
+from cbresearch.workloads.files import fetch as fetch
+from cbresearch.workloads.files import find as find
+from cbresearch.workloads.files import load as load
+from cbresearch.workloads.files import read_trace as read_trace
+from cbresearch.workloads.lengths import Coupled as Coupled
+from cbresearch.workloads.lengths import Empirical as Empirical
+from cbresearch.workloads.lengths import Fixed as Fixed
+from cbresearch.workloads.lengths import Geometric as Geometric
+from cbresearch.workloads.lengths import Joint as Joint
+from cbresearch.workloads.lengths import Lengths as Lengths
+from cbresearch.workloads.lengths import Lognormal as Lognormal
+from cbresearch.workloads.lengths import Quantiles as Quantiles
+from cbresearch.workloads.lengths import Uniform as Uniform
+from cbresearch.workloads.lengths import Zipf as Zipf
+from cbresearch.workloads.predictors import PREDICTORS as PREDICTORS
+from cbresearch.workloads.predictors import predict as predict
+from cbresearch.workloads.presets import PRESETS as PRESETS
+from cbresearch.workloads.presets import agents as agents
+from cbresearch.workloads.presets import agents_sessions as agents_sessions
+from cbresearch.workloads.presets import batch as batch
+from cbresearch.workloads.presets import chat as chat
+from cbresearch.workloads.presets import code as code
+from cbresearch.workloads.presets import multi_turn as multi_turn
+from cbresearch.workloads.presets import multi_turn_sessions as multi_turn_sessions
+from cbresearch.workloads.presets import presets as presets
+from cbresearch.workloads.presets import rag as rag
+from cbresearch.workloads.presets import summarization as summarization
+from cbresearch.workloads.requests import Prefixes as Prefixes
+from cbresearch.workloads.requests import make_requests as make_requests
+from cbresearch.workloads.requests import resolve_prompts as resolve_prompts
+from cbresearch.workloads.sessions import Exponential as Exponential
+from cbresearch.workloads.sessions import Session as Session
+from cbresearch.workloads.sessions import Sessions as Sessions
+from cbresearch.workloads.sessions import Turn as Turn
+from cbresearch.workloads.sessions import closed_loop as closed_loop
+from cbresearch.workloads.sessions import conversations as conversations

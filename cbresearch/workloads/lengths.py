@@ -1,31 +1,28 @@
-"""How long prompts and outputs are: lengths are drawn by quantile, so that two can be coupled."""
+"""Length distributions: lengths are drawn by quantile, so that prompts and outputs can be coupled."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from statistics import NormalDist
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cbresearch.request import Refusal, Request
-from cbresearch.workloads.draws import check_range, lognormal_location
+from cbresearch.workloads.common import Rng, checked, require
 
 Tokens = NDArray[np.int64]
 Fractions = NDArray[np.float64]
 
-Draw = Callable[[np.random.Generator, int], Tokens]
+Draw = Callable[[Rng, int], Tokens]
 """Draws so many lengths in tokens, each at least 1; a plain function of your own will do."""
 
-DrawPairs = Callable[[np.random.Generator, int], tuple[Tokens, Tokens]]
-"""Draws so many prompt lengths, and the output lengths that belong to them."""
-
-_NORMAL = NormalDist()
+DrawPairs = Callable[[Rng, int], tuple[Tokens, Tokens]] | tuple[Draw, Draw]
+"""Draws so many prompt lengths, and the output lengths that belong to them; two `Draw` are independent."""
 
 
 class Lengths(ABC):
-    """A distribution of lengths in tokens; called with a generator and a number, it draws as many.
+    """A distribution of lengths in tokens; called with a random generator and a number, it draws as many.
 
     A length is the quantile at a uniform number. Where that is no whole number, it is rounded up or down at
     random by its fraction, which keeps the mean exact. Every distribution tells its `mean` in tokens.
@@ -37,35 +34,9 @@ class Lengths(ABC):
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the length below which each fraction of the lengths lies; fractions are in [0, 1)."""
 
-    def __call__(self, rng: np.random.Generator, num_requests: int) -> Tokens:
+    def __call__(self, rng: Rng, num_requests: int) -> Tokens:
         """Return so many lengths."""
         return _rounded(rng, self.quantile(rng.random(num_requests)))
-
-
-@dataclass(frozen=True, slots=True)
-class Fixed(Lengths):
-    """Give every request the same length.
-
-    Attributes:
-        tokens: That length.
-
-    Raises:
-        ValueError: It is below 1.
-    """
-
-    tokens: int
-
-    def __post_init__(self) -> None:
-        check_range(self.tokens, self.tokens)
-
-    @property
-    def mean(self) -> float:
-        """Return the length."""
-        return float(self.tokens)
-
-    def quantile(self, fractions: Fractions) -> Fractions:
-        """Return the length for every fraction."""
-        return np.full(len(fractions), float(self.tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +51,7 @@ class Uniform(Lengths):
     maximum: int
 
     def __post_init__(self) -> None:
-        check_range(self.minimum, self.maximum)
+        _check_range(self.minimum, self.maximum)
 
     @property
     def mean(self) -> float:
@@ -90,6 +61,13 @@ class Uniform(Lengths):
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the whole length at each fraction."""
         return self.minimum + np.floor(fractions * (self.maximum - self.minimum + 1))
+
+
+class Fixed(Uniform):
+    """Give every request the same length in tokens; raises ValueError if it is below 1."""
+
+    def __init__(self, tokens: int) -> None:
+        Uniform.__init__(self, tokens, tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +88,16 @@ class Geometric(Lengths):
     minimum: int = 1
 
     def __post_init__(self) -> None:
-        check_range(self.minimum, self.minimum)
-        if not self.minimum <= self.mean < math.inf:
-            raise ValueError(
-                f"mean is {self.mean!r}; it must be finite, and at least minimum = {self.minimum}"
-            )
+        _check_range(self.minimum, self.minimum)
+        is_possible = self.minimum <= self.mean < math.inf
+        require(is_possible, "mean", self.mean, f"it must be finite, and at least minimum = {self.minimum}")
 
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the whole length at each fraction."""
         if self.mean == self.minimum:
             return np.full(len(fractions), float(self.minimum))
         going_on = 1 - 1 / (self.mean - self.minimum + 1)
-        lengths: Fractions = self.minimum + np.floor(np.log1p(-fractions) / math.log(going_on))
-        return lengths
+        return np.asarray(self.minimum + np.floor(np.log1p(-fractions) / math.log(going_on)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +109,8 @@ class Lognormal(Lengths):
         sigma: Standard deviation of the logarithm before clipping; 0 makes all lengths equal.
         maximum: Largest length.
         minimum: Smallest length.
+        by_inversion: Draw by quantile, as every distribution does. False takes the normal scores from the
+            random generator as they are: the same distribution, but other lengths for the same seed.
 
     Raises:
         ValueError: The numbers admit no such distribution; the message names them.
@@ -143,27 +120,51 @@ class Lognormal(Lengths):
     sigma: float
     maximum: int
     minimum: int = 1
+    by_inversion: bool = True
     _location: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        location = lognormal_location(self.mean, self.sigma, self.maximum, self.minimum)
+        least, most, reach = self.minimum, self.maximum, 10 * self.sigma
+        _check_range(least, most)
+        require(0 <= self.sigma <= 10, "sigma", self.sigma, "it must lie between 0 and 10")
+        location = math.nan
+        if self.sigma:
+            location = _solved(self._clipped_mean, self.mean, math.log(least) - reach, math.log(most) + reach)
+        else:
+            require(least <= self.mean <= most, "mean", self.mean, f"it must lie between {least} and {most}")
         object.__setattr__(self, "_location", location)
+
+    def __call__(self, rng: Rng, num_requests: int) -> Tokens:
+        """Return so many lengths."""
+        if self.by_inversion:
+            return Lengths.__call__(self, rng, num_requests)
+        return _rounded(rng, self._at(rng.standard_normal(num_requests)))
 
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the length at each fraction, not rounded."""
-        if not self.sigma:
-            return np.full(len(fractions), float(self.mean))
-        scores = np.array([_NORMAL.inv_cdf(min(max(u, 1e-300), 1 - 1e-16)) for u in fractions.tolist()])
-        lengths: Fractions = np.exp(self._location + self.sigma * scores).clip(self.minimum, self.maximum)
-        return lengths
+        from scipy.special import ndtri
+
+        return self._at(ndtri(fractions))
 
     def scaled(self, factor: float) -> "Lognormal":
         """Return it with mean and bounds times `factor`; the bounds become whole numbers of at least 1."""
         _check_factor(self.mean, factor)
         minimum = max(1, math.floor(self.minimum * factor))
-        return Lognormal(
-            self.mean * factor, self.sigma, max(minimum, math.ceil(self.maximum * factor)), minimum
-        )
+        maximum = max(minimum, math.ceil(self.maximum * factor))
+        return replace(self, mean=self.mean * factor, maximum=maximum, minimum=minimum)
+
+    def _at(self, scores: Fractions) -> Fractions:
+        if not self.sigma:
+            return np.full(len(scores), float(self.mean))
+        return np.asarray(np.exp(self._location + self.sigma * scores).clip(self.minimum, self.maximum))
+
+    def _clipped_mean(self, location: float) -> float:
+        from scipy.special import ndtr
+
+        sigma, bounds = self.sigma, np.array([self.minimum, self.maximum])
+        below, above = (np.log(bounds) - location) / sigma
+        unclipped = math.exp(location + sigma**2 / 2) * (ndtr(above - sigma) - ndtr(below - sigma))
+        return float(unclipped + bounds @ ndtr([below, -above]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,48 +188,49 @@ class Zipf(Lengths):
     minimum: int = 1
 
     def __post_init__(self) -> None:
-        check_range(self.minimum, self.maximum)
-        check_exponent(self.exponent)
+        _check_range(self.minimum, self.maximum)
+        require(0 <= self.exponent < math.inf, "exponent", self.exponent, "it must be finite, 0 or more")
 
     @property
     def mean(self) -> float:
         """Return the expected length, summed over all."""
-        odds = zipf_odds(self.maximum, self.exponent, self.minimum)
-        return float(odds @ np.arange(self.minimum, self.maximum + 1))
+        return float(self._odds() @ np.arange(self.minimum, self.maximum + 1))
 
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the whole length at each fraction."""
-        below = np.cumsum(zipf_odds(self.maximum, self.exponent, self.minimum))
         # The sum of all odds may round to less than 1.
-        places = np.searchsorted(below[:-1], fractions, side="right")
+        places = np.searchsorted(np.cumsum(self._odds())[:-1], fractions, side="right")
         return (self.minimum + places).astype(np.float64)
+
+    def _odds(self) -> Fractions:
+        odds = np.arange(self.minimum, self.maximum + 1, dtype=np.float64) ** -self.exponent
+        return np.asarray(odds / odds.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Empirical(Lengths):
-    """Draw with replacement from lengths that somebody measured.
+    """Draw with replacement from measured lengths.
 
     Attributes:
-        lengths: Those, in tokens; they are kept in order.
+        lengths: The measured lengths in tokens, which are sorted.
 
     Raises:
-        ValueError: There is none, or one is no whole number of at least 1.
+        ValueError: The list is empty, or one is no whole number of at least 1.
     """
 
     lengths: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", tuple(sorted(_checked(self.lengths))))
+        object.__setattr__(self, "lengths", tuple(sorted(_measured(self.lengths))))
 
     @property
     def mean(self) -> float:
-        """Return their mean."""
+        """Return the mean of the measured lengths."""
         return sum(self.lengths) / len(self.lengths)
 
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the measured length at each fraction."""
-        places = (fractions * len(self.lengths)).astype(np.int64)
-        return np.array(self.lengths, dtype=np.float64)[places]
+        return np.array(self.lengths, dtype=np.float64)[(fractions * len(self.lengths)).astype(np.int64)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,29 +253,38 @@ class Quantiles(Lengths):
     _power: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "points", tuple((float(u), float(x)) for u, x in self.points))
         fractions, lengths = np.array(self.points).T
         if fractions[0] != 0 or fractions[-1] != 1 or np.any(np.diff(fractions) <= 0):
             raise ValueError(f"the fractions are {fractions.tolist()}; they must grow from 0 to 1")
         if lengths[0] < 1 or np.any(np.diff(lengths) < 0) or not math.isfinite(lengths[-1]):
             raise ValueError(f"the lengths are {lengths.tolist()}; they must be at least 1 and grow")
-        object.__setattr__(self, "_power", _solved_power(self.mean, fractions, lengths))
+        # (1 / 10^6)^-50 is still a float.
+        power = _solved(self._mean_under, self.mean, -50.0, 50.0)
+        object.__setattr__(self, "_power", power)
 
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the length at each fraction, not rounded."""
         at, lengths = np.array(self.points).T
         # Relative to the largest, so that no power overflows.
-        top = lengths[-1]
-        if abs(self._power) < _NO_POWER:
-            grown: Fractions = np.exp(np.interp(fractions, at, np.log(lengths / top)))
-        else:
-            grown = np.interp(fractions, at, (lengths / top) ** self._power) ** (1 / self._power)
-        return np.asarray((grown * top).clip(lengths[0], top))
+        least, top = lengths[0], lengths[-1]
+        # At a power of 0, the logarithm grows linearly, which a power next to 0 comes close to.
+        power = math.copysign(max(abs(self._power), 1e-7), self._power)
+        grown = np.interp(fractions, at, (lengths / top) ** power) ** (1 / power)
+        return np.asarray((grown * top).clip(least, top))
 
     def scaled(self, factor: float) -> "Quantiles":
         """Return it with mean and percentiles times `factor`; no percentile falls below 1 token."""
         _check_factor(self.mean, factor)
         return Quantiles(self.mean * factor, tuple((u, max(1.0, x * factor)) for u, x in self.points))
+
+    def _mean_under(self, power: float) -> float:
+        """Return the mean if this power grows linearly; between two points it is their Stolarsky mean."""
+        from scipy.special import exprel
+
+        fractions, lengths = np.array(self.points).T
+        above, logarithms = lengths[1:], np.log(lengths[1:] / lengths[:-1])
+        means = above * exprel(-(power + 1) * logarithms) / exprel(-power * logarithms)
+        return float(np.diff(fractions) @ means)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,15 +307,18 @@ class Coupled:
     correlation: float = 0.0
 
     def __post_init__(self) -> None:
-        if not -1 <= self.correlation <= 1:
-            raise ValueError(f"correlation is {self.correlation!r}; it must lie between -1 and 1")
+        require(-1 <= self.correlation <= 1, "correlation", self.correlation, "it must lie between -1 and 1")
 
-    def __call__(self, rng: np.random.Generator, num_requests: int) -> tuple[Tokens, Tokens]:
+    def __call__(self, rng: Rng, num_requests: int) -> tuple[Tokens, Tokens]:
         """Return so many prompt lengths and output lengths."""
+        from scipy.special import ndtr
+
         first, own = rng.standard_normal((2, num_requests))
         second = self.correlation * first + math.sqrt(1 - self.correlation**2) * own
-        prompts = _rounded(rng, self.prompts.quantile(_normal_cdf(first)))
-        return prompts, _rounded(rng, self.outputs.quantile(_normal_cdf(second)))
+        # Below 1 even for a score in the far tail, since fractions are.
+        uniform = ndtr([first, second]).clip(0, 1 - 2**-53)
+        prompts = _rounded(rng, self.prompts.quantile(uniform[0]))
+        return prompts, _rounded(rng, self.outputs.quantile(uniform[1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +330,7 @@ class Joint:
         outputs: The output lengths that belong to them.
 
     Raises:
-        ValueError: There is none, one is below 1, or they are not as many.
+        ValueError: A list is empty, a length is below 1, or the lists differ in length.
     """
 
     prompts: tuple[int, ...]
@@ -324,104 +338,62 @@ class Joint:
 
     def __post_init__(self) -> None:
         for name in ("prompts", "outputs"):
-            object.__setattr__(self, name, tuple(_checked(getattr(self, name))))
+            object.__setattr__(self, name, tuple(_measured(getattr(self, name))))
         if len(self.prompts) != len(self.outputs):
             raise ValueError(f"{len(self.prompts)} prompts and {len(self.outputs)} outputs; give pairs")
 
     @classmethod
     def of(cls, requests: Iterable[Request | Refusal]) -> "Joint":
-        """Return the pairs of a trace's requests, those that were refused left out."""
+        """Return the pairs of a trace's requests, refused ones left out."""
         known = [request for request in requests if isinstance(request, Request)]
-        return cls(
-            tuple(request.num_prompt_tokens for request in known),
-            tuple(min(request.output_length or request.max_tokens, request.max_tokens) for request in known),
-        )
+        return cls(tuple(request.num_prompt_tokens for request in known), tuple(map(true_length, known)))
 
-    def __call__(self, rng: np.random.Generator, num_requests: int) -> tuple[Tokens, Tokens]:
+    def __call__(self, rng: Rng, num_requests: int) -> tuple[Tokens, Tokens]:
         """Return so many prompt lengths and output lengths."""
         places = rng.integers(len(self.prompts), size=num_requests)
         return np.array(self.prompts)[places], np.array(self.outputs)[places]
 
 
-def zipf_odds(maximum: int, exponent: float, minimum: int = 1) -> Fractions:
-    """Return the probabilities of minimum, …, maximum under Zipf's law."""
-    odds: Fractions = np.arange(minimum, maximum + 1, dtype=np.float64) ** -exponent
-    odds /= odds.sum()
-    return odds
+def checked_lengths(drawn: Sequence[int] | Tokens, number: int) -> list[int]:
+    """Return drawn lengths as a list; raises ValueError unless they are so many whole numbers from 1 on."""
+    remedy = "lengths are whole numbers of at least 1 token"
+    return [int(length) for length in checked("length", drawn, number, 1, remedy, whole=True)]
 
 
-def check_exponent(exponent: float) -> None:
-    """Refuse an exponent below 0; raises ValueError."""
-    if not 0 <= exponent < math.inf:
-        raise ValueError(f"exponent is {exponent!r}; it must be a finite number, 0 or more")
+def true_length(request: Request) -> int:
+    """Return the output tokens that a request comes to: its `output_length`, at most `max_tokens`."""
+    return min(request.output_length or request.max_tokens, request.max_tokens)
 
 
-_NO_POWER = 1e-9
-# (1 / 10^6)^-50 is still a float.
-_LARGEST_POWER = 50.0
-_erfc = np.frompyfunc(math.erfc, 1, 1)
+def _check_range(minimum: int, maximum: int) -> None:
+    if not 1 <= minimum <= maximum:
+        raise ValueError(f"lengths from {minimum!r} to {maximum!r}: need 1 <= minimum <= maximum")
 
 
 def _check_factor(mean: float, factor: float) -> None:
-    """Refuse a factor that leaves less than a token; raises ValueError."""
-    if not 1 < mean * factor < math.inf:
-        raise ValueError(
-            f"size is {factor!r}, which makes a mean of {mean!r} tokens one of {mean * factor:.4g}; "
-            f"give a size above {1 / mean:.4g}"
-        )
+    scaled = mean * factor
+    remedy = f"it makes a mean of {mean!r} tokens one of {scaled:.4g}; give a size above {1 / mean:.4g}"
+    require(1 < scaled < math.inf, "size", factor, remedy)
 
 
-def _normal_cdf(scores: Fractions) -> Fractions:
-    # Below 1 even for a score in the far tail, since fractions are.
-    below: Fractions = np.asarray(_erfc(-scores / math.sqrt(2)), dtype=np.float64) / 2
-    return below.clip(0, 1 - 2**-53)
+def _solved(mean_of: Callable[[float], float], mean: float, low: float, high: float) -> float:
+    """Return the parameter from low to high that makes a mean, which grows with it; raises ValueError."""
+    from scipy.optimize import brentq
+
+    least, most = mean_of(low), mean_of(high)
+    if least == mean == most:
+        return low
+    require(
+        least < mean < most, "mean", mean, f"it must lie between {least:.6g} and {most:.6g}, and off both"
+    )
+    return float(brentq(lambda parameter: mean_of(parameter) - mean, low, high, xtol=1e-15))
 
 
-def _rounded(rng: np.random.Generator, values: Fractions) -> Tokens:
+def _rounded(rng: Rng, values: Fractions) -> Tokens:
     whole = np.floor(values)
     return np.asarray(whole + (rng.random(len(values)) < values - whole), dtype=np.int64)
 
 
-def _checked(lengths: Iterable[int]) -> list[int]:
-    known = list(lengths)
-    if not known:
-        raise ValueError("there is no length to draw from; give at least one")
-    for length in known:
-        if isinstance(length, bool) or int(length) != length or length < 1:
-            raise ValueError(f"a length is {length!r}; lengths are whole numbers of at least 1")
-    return [int(length) for length in known]
-
-
-def _solved_power(mean: float, fractions: Fractions, lengths: Fractions) -> float:
-    """Return the power in which the quantiles are linear, given that their mean is to be this."""
-    widths, below, above = np.diff(fractions), lengths[:-1], lengths[1:]
-    if np.all(below == above) and mean == lengths[0]:
-        return 1.0
-
-    def mean_under(power: float) -> float:
-        return float(widths @ [_segment_mean(a, b, power) for a, b in zip(below, above, strict=True)])
-
-    low, high = -_LARGEST_POWER, _LARGEST_POWER
-    least, most = mean_under(low), mean_under(high)
-    if not least < mean < most:
-        raise ValueError(
-            f"mean is {mean!r}; through these percentiles it can lie between {least:.6g} and {most:.6g}"
-        )
-    # The mean grows with the power, and 80 halvings use up the digits of a float.
-    for _ in range(80):
-        power = (low + high) / 2
-        low, high = (power, high) if mean_under(power) < mean else (low, power)
-    return power
-
-
-def _segment_mean(a: float, b: float, power: float) -> float:
-    """Return the mean of the lengths from a to b whose power grows linearly: Stolarsky's mean of a and b."""
-    if a == b:
-        return a
-    logarithm = math.log(b / a)
-    if abs(power) < _NO_POWER:
-        return (b - a) / logarithm
-    if abs(power + 1) < _NO_POWER:
-        return a * b * logarithm / (b - a)
-    # As multiples of b, in which nothing overflows for either sign: expm1(-k L) is (a / b)^k - 1.
-    return b * power / (power + 1) * math.expm1(-(power + 1) * logarithm) / math.expm1(-power * logarithm)
+def _measured(lengths: Sequence[int]) -> list[int]:
+    require(len(lengths) > 0, "the number of lengths to draw from", 0, "give at least one")
+    return checked_lengths(lengths, len(lengths))

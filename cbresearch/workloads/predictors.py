@@ -1,25 +1,21 @@
 """Predicted output lengths: what a size-based policy is told in the place of the truth."""
 
 import math
-from ast import literal_eval
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from inspect import signature
 from types import MappingProxyType
 
 import numpy as np
 
+from cbresearch import names
 from cbresearch.request import Refusal, Request
+from cbresearch.workloads.common import Requests, Rng, require
+from cbresearch.workloads.lengths import true_length
 
-Predictor = Callable[[Sequence[Request], np.random.Generator], Sequence[int | None]]
+Predictor = Callable[[Sequence[Request], Rng], Sequence[int | None]]
 """Predicts the output lengths of requests; None where it has nothing to go by."""
-
-
-def true_length(request: Request) -> int:
-    """Return the output tokens that a request comes to: its `output_length`, at most `max_tokens`."""
-    return min(request.output_length or request.max_tokens, request.max_tokens)
 
 
 def oracle() -> Predictor:
@@ -36,9 +32,9 @@ def noisy(sigma: float) -> Predictor:
     Args:
         sigma: Standard deviation of the factor's logarithm; 0 is the oracle.
     """
-    _require(0 <= sigma < math.inf, "sigma", sigma, "a finite number, 0 or more")
+    require(0 <= sigma < math.inf, "sigma", sigma, "give a finite number, 0 or more")
 
-    def predict(requests: Sequence[Request], rng: np.random.Generator) -> Sequence[int | None]:
+    def predict(requests: Sequence[Request], rng: Rng) -> Sequence[int | None]:
         factors = np.exp(sigma * rng.standard_normal(len(requests))).tolist()
         pairs = zip(requests, factors, strict=True)
         return [max(1, round(true_length(request) * factor)) for request, factor in pairs]
@@ -52,17 +48,17 @@ def buckets(width: int) -> Predictor:
     Args:
         width: Tokens of a bucket: 1 to `width` are the first.
     """
-    _require(width >= 1, "width", width, "a number of tokens, 1 or more")
+    require(width >= 1, "width", width, "give a number of tokens, 1 or more")
     return lambda requests, rng: [-(-true_length(request) // width) * width for request in requests]
 
 
 def constant(tokens: int) -> Predictor:
-    """Predict the same length for everyone.
+    """Predict the same length for every request.
 
     Args:
         tokens: That length.
     """
-    _require(tokens >= 1, "tokens", tokens, "a number of tokens, 1 or more")
+    require(tokens >= 1, "tokens", tokens, "give a number of tokens, 1 or more")
     return lambda requests, rng: [tokens] * len(requests)
 
 
@@ -75,9 +71,9 @@ def history(token_seconds: float = 0.05) -> Predictor:
     Args:
         token_seconds: Seconds that a token of output takes.
     """
-    _require(0 <= token_seconds < math.inf, "token_seconds", token_seconds, "a finite time, 0 or more")
+    require(0 <= token_seconds < math.inf, "token_seconds", token_seconds, "give a finite time, 0 or more")
 
-    def predict(requests: Sequence[Request], rng: np.random.Generator) -> Sequence[int | None]:
+    def predict(requests: Sequence[Request], rng: Rng) -> Sequence[int | None]:
         predicted: list[int | None] = [None] * len(requests)
         known: defaultdict[str, list[int]] = defaultdict(list)
         under_way: list[tuple[float, int]] = []
@@ -95,55 +91,26 @@ def history(token_seconds: float = 0.05) -> Predictor:
 
 
 PREDICTORS: Mapping[str, Callable[..., Predictor]] = MappingProxyType(
-    {build.__name__: build for build in (oracle, noisy, buckets, history, constant)}
+    {factory.__name__: factory for factory in (oracle, noisy, buckets, history, constant)}
 )
 """The predictors that are known by name."""
 
 
-def predict(
-    requests: Sequence[Request | Refusal], predictor: str | Predictor, rng: np.random.Generator
-) -> list[Request | Refusal]:
+def predict(requests: Requests, predictor: str | Predictor, rng: Rng) -> list[Request | Refusal]:
     """Return the requests with `predicted_output` set, in the given order.
 
     Args:
-        requests: Whom to predict; a `Refusal` is passed on.
+        requests: The workload; a `Refusal` is passed on.
         predictor: A predictor, or its name with options after a colon: "oracle", "noisy:sigma=0.5",
             "buckets:width=64", "history" or "history:token_seconds=0.02", "constant:tokens=100".
-        rng: The source of chance.
+        rng: The random generator.
 
     Raises:
         ValueError: The name or an option is unknown, missing or out of range.
     """
-    chosen = _built(predictor) if isinstance(predictor, str) else predictor
-    known = [request for request in requests if isinstance(request, Request)]
-    lengths = iter(chosen(known, rng))
+    chosen = names.build("predictor", predictor, PREDICTORS) if isinstance(predictor, str) else predictor
+    lengths = iter(chosen([request for request in requests if isinstance(request, Request)], rng))
     return [
         replace(request, predicted_output=next(lengths)) if isinstance(request, Request) else request
         for request in requests
     ]
-
-
-def _built(name: str) -> Predictor:
-    base, _, text = name.partition(":")
-    if base not in PREDICTORS:
-        raise ValueError(f"unknown predictor {base!r}; there is {', '.join(PREDICTORS)}")
-    build = PREDICTORS[base]
-    options: dict[str, float] = {}
-    for part in filter(None, text.split(",")):
-        key, _, value = part.partition("=")
-        try:
-            options[key] = literal_eval(value)
-        except (ValueError, SyntaxError):
-            raise ValueError(f"predictor {name!r}: {part!r} is not a number; write {key}=…") from None
-    try:
-        signature(build).bind(**options)
-    except TypeError as error:
-        raise ValueError(
-            f"predictor {name!r}: {error}; options are {[*signature(build).parameters]}"
-        ) from None
-    return build(**options)
-
-
-def _require(holds: bool, name: str, value: float, remedy: str) -> None:
-    if not holds:
-        raise ValueError(f"predictor: {name} is {value!r}; give {remedy}")

@@ -1,39 +1,25 @@
 """Users who wait for an answer before they go on: closed loops, chats of many turns, agents."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cbresearch.request import Prompt, Request
-from cbresearch.workloads.arrivals import Arrivals, check_positive, draw_times
-from cbresearch.workloads.lengths import Draw, DrawPairs
-from cbresearch.workloads.mix import TO_THE_END, Prefixes, checked_lengths, checked_pairs, draw_tokens
+from cbresearch.trace import RequestRecord
+from cbresearch.workloads.arrivals import Arrivals, draw_times
+from cbresearch.workloads.common import Rng, checked, independent_generators, require, require_positive
+from cbresearch.workloads.lengths import Draw, DrawPairs, checked_lengths
+from cbresearch.workloads.requests import TO_THE_END, Prefixes, checked_pairs, draw_tokens
 
-Pause = float | Callable[[np.random.Generator, int], NDArray[np.float64]]
+Pause = float | Callable[[Rng, int], NDArray[np.float64]]
 """Seconds between an answer's end and the next request: a constant, or draws so many."""
 
 
-class Ended(Protocol):
-    """What is asked of the record of a request that ended; a `RequestRecord` is one."""
-
-    @property
-    def id(self) -> str:
-        """Its id."""
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """The answer."""
-
-    @property
-    def finish(self) -> float | None:
-        """Seconds since the start of the run at which the answer was complete, or None if it never was."""
-
-
-Then = Callable[[Ended], list[Request]]
+ClosedLoopClient = Callable[[RequestRecord], list[Request]]
 """Says which requests follow on one that ended: what `simulate` and `serve` take as `then`."""
 
 
@@ -51,9 +37,9 @@ class Exponential:
     mean: float
 
     def __post_init__(self) -> None:
-        check_positive("mean", self.mean, "seconds")
+        require_positive("mean", self.mean, "seconds")
 
-    def __call__(self, rng: np.random.Generator, number: int) -> NDArray[np.float64]:
+    def __call__(self, rng: Rng, number: int) -> NDArray[np.float64]:
         """Return so many pauses in seconds."""
         return rng.exponential(self.mean, number)
 
@@ -87,6 +73,19 @@ class Session:
     turns: tuple[Turn, ...]
     remembers: bool = False
 
+    def request(self, place: int, said: Prompt | None, after: float) -> Request:
+        """Return the request of a turn.
+
+        Args:
+            place: Index of the turn.
+            said: The prompt and the answer before, or None if the prompt is the turn's text alone.
+            after: Seconds since the start of the run at which that answer was complete.
+        """
+        text, max_tokens, pause = self.turns[place]
+        prompt = text if said is None else _joined(said, text)
+        name, arrival = f"{self.client}/{place}", after + pause
+        return Request(name, prompt, max_tokens, arrival, TO_THE_END, client=self.client)
+
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
@@ -116,36 +115,33 @@ class Sessions:
         """Return the tokens of the longest request, prompt and output, which a KV pool has to hold."""
         return max((request.num_prompt_tokens + request.max_tokens for request in self.flat(0.0)), default=0)
 
-    def start(self) -> tuple[list[Request], Then]:
-        """Return each user's first request, and the function that says what follows, for one run.
+    def start(self) -> tuple[list[Request], ClosedLoopClient]:
+        """Return each user's first request, and the closed-loop client that sends the others, for one run.
 
         A prompt holds the tokens that were really generated. A user whose request was refused, aborted or
-        failed sends nothing more. The function remembers the prompts of its run: call this once a run.
+        failed sends nothing more. The client remembers the prompts of its run: call this once a run.
         """
-        scripts = {session.client: session for session in self.sessions}
+        sessions = {session.client: session for session in self.sessions}
         prompts: dict[str, Prompt] = {}
 
-        def request(session: Session, place: int, before: Prompt | None, after: float) -> Request:
-            turn = session.turns[place]
-            prompt = turn.text if before is None else _joined(before, turn.text)
-            made = _request(session, place, prompt, after + turn.pause)
-            if session.remembers:
-                prompts[made.id] = prompt
-            return made
+        def sent(request: Request) -> Request:
+            if sessions[request.client].remembers:
+                prompts[request.id] = request.prompt
+            return request
 
-        def then(record: Ended) -> list[Request]:
+        def then(record: RequestRecord) -> list[Request]:
             client, _, number = record.id.rpartition("/")
-            # Others may be served in the same run.
-            session = scripts.get(client)
+            # The run may serve requests of other workloads too.
+            session = sessions.get(client)
             if session is None or not number.isdecimal():
                 return []
             prompt, place = prompts.pop(record.id, None), int(number) + 1
             if record.finish is None or place >= len(session.turns):
                 return []
             said = None if prompt is None else _joined(prompt, tuple(record.tokens))
-            return [request(session, place, said, record.finish)]
+            return [sent(session.request(place, said, record.finish))]
 
-        return [request(session, 0, None, 0.0) for session in self.sessions if session.turns], then
+        return [sent(session.request(0, None, 0.0)) for session in self.sessions if session.turns], then
 
     def flat(self, token_seconds: float) -> list[Request]:
         """Return all requests with fixed arrivals, as if each answer took its nominal time; this is invented.
@@ -159,29 +155,22 @@ class Sessions:
             token_seconds: Seconds that a token of output takes, 0 or more.
 
         Raises:
-            ValueError: They are not such.
+            ValueError: `token_seconds` is negative or not finite.
         """
-        if not 0 <= token_seconds < math.inf:
-            raise ValueError(f"token_seconds is {token_seconds!r}; it must be finite, 0 or more")
+        require(0 <= token_seconds < math.inf, "token_seconds", token_seconds, "it must be finite, 0 or more")
         requests = []
         for session in self.sessions:
             now, said = 0.0, None
             for place, turn in enumerate(session.turns):
-                now += turn.pause
-                prompt = turn.text if said is None else _joined(said, turn.text)
-                requests.append(_request(session, place, prompt, now))
-                now += turn.max_tokens * token_seconds
-                said = _joined(prompt, (0,) * turn.max_tokens) if session.remembers else None
+                request = session.request(place, said, now)
+                now = request.arrival + turn.max_tokens * token_seconds
+                said = _joined(request.prompt, (0,) * turn.max_tokens) if session.remembers else None
+                requests.append(request)
         return sorted(requests, key=lambda request: request.arrival)
 
 
 def closed_loop(
-    num_users: int,
-    requests_per_user: int,
-    lengths: DrawPairs | tuple[Draw, Draw],
-    rng: np.random.Generator,
-    *,
-    think: Pause = 0.0,
+    num_users: int, requests_per_user: int, lengths: DrawPairs, rng: Rng, *, think: Pause = 0.0
 ) -> Sessions:
     """Return users who always have one request under way or think about the next one.
 
@@ -197,26 +186,21 @@ def closed_loop(
     Raises:
         ValueError: A number is below 1, or what was drawn are no lengths or no pauses.
     """
-    _check_count("num_users", num_users)
-    _check_count("requests_per_user", requests_per_user)
-    for_lengths, for_pauses = _sources(rng, 2)
+    require(num_users >= 1, "num_users", num_users, "it must be at least 1")
+    require(requests_per_user >= 1, "requests_per_user", requests_per_user, "it must be at least 1")
+    for_lengths, for_pauses = independent_generators(rng, 2)
     number = num_users * requests_per_user
     prompts, outputs = checked_pairs(lengths, for_lengths, number)
-    pauses = _pauses(think, for_pauses, number)
-    turns = [Turn(*turn) for turn in zip(prompts, outputs, pauses, strict=True)]
+    turns = [Turn(*turn) for turn in zip(prompts, outputs, _pauses(think, for_pauses, number), strict=True)]
     starts = range(0, number, requests_per_user)
-    return Sessions(
-        tuple(
-            Session(f"user{place}", tuple(turns[start : start + requests_per_user]))
-            for place, start in enumerate(starts)
-        )
-    )
+    shares = [tuple(turns[start : start + requests_per_user]) for start in starts]
+    return Sessions(tuple(Session(f"user{place}", share) for place, share in enumerate(shares)))
 
 
 def conversations(
     arrivals: Arrivals,
     num_sessions: int,
-    rng: np.random.Generator,
+    rng: Rng,
     *,
     turns: Draw,
     texts: Draw,
@@ -241,17 +225,14 @@ def conversations(
     Raises:
         ValueError: What was drawn are no arrivals, lengths or pauses.
     """
-    for_times, for_turns, for_texts, for_outputs, for_pauses, for_tokens = _sources(rng, 6)
+    for_times, for_turns, for_texts, for_outputs, for_pauses, for_tokens = independent_generators(rng, 6)
     times = draw_times(arrivals, for_times, num_sessions)
-    begins: Sequence[tuple[int, ...]] = [()] * num_sessions
-    if prefixes is not None:
-        known = prefixes.draw(for_tokens)
-        begins = [known[place] for place in prefixes.choose(for_tokens, num_sessions)]
+    begins = [()] * num_sessions if prefixes is None else prefixes.draw(for_tokens, num_sessions)
+    numbers = checked_lengths(turns(for_turns, num_sessions), num_sessions)
     sessions = []
-    numbers = checked_lengths(turns, for_turns, num_sessions)
-    for place, (start, begin, number) in enumerate(zip(times.tolist(), begins, numbers, strict=True)):
-        new = checked_lengths(texts, for_texts, number)
-        answers = checked_lengths(outputs, for_outputs, number)
+    for place, (start, begin, number) in enumerate(zip(times, begins, numbers, strict=True)):
+        new = checked_lengths(texts(for_texts, number), number)
+        answers = checked_lengths(outputs(for_outputs, number), number)
         pauses = [start, *_pauses(think, for_pauses, number)[1:]]
         made, context = [], len(begin)
         for turn, (length, output, pause) in enumerate(zip(new, answers, pauses, strict=True)):
@@ -264,32 +245,13 @@ def conversations(
     return Sessions(tuple(sessions))
 
 
-def _request(session: Session, place: int, prompt: Prompt, arrival: float) -> Request:
-    name = f"{session.client}/{place}"
-    return Request(name, prompt, session.turns[place].max_tokens, arrival, TO_THE_END, client=session.client)
-
-
 def _joined(before: Prompt, new: tuple[int, ...] | int) -> Prompt:
     """Return one prompt behind another: token ids if both are, else a length."""
     if isinstance(before, tuple) and isinstance(new, tuple):
         return before + new
-    lengths = [part if isinstance(part, int) else len(part) for part in (before, new)]
-    return sum(lengths)
+    return sum(part if isinstance(part, int) else len(part) for part in (before, new))
 
 
-def _sources(rng: np.random.Generator, number: int) -> list[np.random.Generator]:
-    seed = int(rng.integers(2**63))
-    return [np.random.default_rng([seed, part]) for part in range(number)]
-
-
-def _pauses(pause: Pause, rng: np.random.Generator, number: int) -> list[float]:
-    drawn = np.asarray(pause(rng, number) if callable(pause) else np.full(number, float(pause)))
-    if drawn.shape != (number,) or not np.all(np.isfinite(drawn) & (drawn >= 0)):
-        raise ValueError(f"think gives {drawn!r}; it must be {number} finite numbers of seconds, 0 or more")
-    pauses: list[float] = drawn.tolist()
-    return pauses
-
-
-def _check_count(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} is {value!r}; it must be at least 1")
+def _pauses(pause: Pause, rng: Rng, number: int) -> list[float]:
+    drawn = pause(rng, number) if callable(pause) else np.full(number, float(pause))
+    return checked("pause", drawn, number, 0, "think must give finite seconds, 0 or more", whole=False)

@@ -117,18 +117,6 @@ def test_only_windowed_layers_stop_to_grow():
     assert formulas.kv_bytes_per_request(GEMMA_2_9B, 8192) == (8192 * 21 + 4096 * 21) * per_layer
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 16])
-@pytest.mark.parametrize("chunk", [1, 2, 7])
-def test_max_window_blocks_covers_any_place_of_window_and_chunk(block_size, chunk):
-    for window in range(1, 40):
-        bound = formulas.max_window_blocks(window, block_size, chunk)
-        counted = 0
-        for end in range(window + chunk, window + chunk + 2 * block_size):
-            first = end - chunk - (window - 1)
-            counted = max(counted, (end - 1) // block_size - first // block_size + 1)
-        assert counted <= bound <= counted + 1
-
-
 def test_a_pool_takes_what_weights_and_activations_leave():
     # 80 GB at 90 %, 26 GB of weights, 2 GB of activations: 44 GB in blocks of 16 · 819,200 bytes.
     blocks = formulas.num_kv_blocks(80e9, 819_200, 16, weights=26e9, activations=2e9)
@@ -179,8 +167,6 @@ def test_seven_requests_of_2048_tokens_leave_8_7_percent_of_15_700():
         (lambda: formulas.kv_bytes_per_token(OPT_13B, scale_bytes=-1), "scale_bytes is -1"),
         (lambda: formulas.kv_bytes_per_token(OPT_13B, tensor_parallel=0), "tensor_parallel is 0"),
         (lambda: formulas.kv_bytes_per_token(LLAMA_2_70B, tensor_parallel=3), "tensor_parallel is 3; 8 KV"),
-        (lambda: formulas.max_window_blocks(0, 16), "sliding_window is 0"),
-        (lambda: formulas.max_window_blocks(8, 16, 0), "num_in_flight is 0"),
         (lambda: formulas.num_kv_blocks(0, 1, 1), "memory is 0"),
         (lambda: formulas.num_kv_blocks(1, 1, 1, utilization=1.5), "utilization is 1.5"),
         (lambda: formulas.num_kv_blocks(1, 1, 1, weights=-1), "weights is -1"),

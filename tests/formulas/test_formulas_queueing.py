@@ -57,10 +57,8 @@ def test_erlangs_numbers_are_those_of_the_birth_and_death_chain(num_slots, load)
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_with_one_slot_or_exponential_services_the_formulas_meet(load):
+def test_mmc_wait_of_one_slot_is_mg1_wait_of_exponential_services(load):
     assert formulas.mmc_wait(load, 1.0, 1) == pytest.approx(formulas.mg1_wait(load, 1.0, 1.0))
-    assert formulas.mgc_wait(load, 1.0, 0.3, 1) == pytest.approx(formulas.mg1_wait(load, 1.0, 0.3))
-    assert formulas.mgc_wait(3 * load, 1.0, 1.0, 3) == formulas.mmc_wait(3 * load, 1.0, 3)
 
 
 @pytest.mark.parametrize("load", LOADS)

@@ -30,7 +30,7 @@ def test_a_sum_is_off_by_what_the_formula_says(num_terms, num_lanes):
     assert measured == pytest.approx(formulas.summation_error(num_terms, EPSILON, num_lanes), rel=0.08)
 
 
-@pytest.mark.parametrize(("vocab_size", "std"), [(1000, 1.0), (4096, 1.6), (30_000, 2.0)])
+@pytest.mark.parametrize(("vocab_size", "std"), [(1000, 1.0), (4096, 1.6)])
 def test_the_gap_of_normal_logits_has_the_density(vocab_size, std):
     rng = np.random.default_rng(2)
     logits = std * rng.standard_normal((3000, vocab_size), dtype=np.float32)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cbresearch import CacheConfig, Request, SchedulerConfig, metrics, simulate
+from cbresearch import CacheConfig, Request, SchedulerConfig, export, metrics, simulate
 from cbresearch.costs import Linear
 from cbresearch.request import Refusal
 from cbresearch.step import SKIP_REASONS
@@ -310,7 +310,7 @@ def test_the_first_steps_of_a_run_have_as_many_stays_as_admissions(trace):
 
 
 def test_the_chrome_trace_has_a_track_a_seat_and_a_slice_a_stay(trace):
-    value = json.loads(json.dumps(trace.to_chrome(), allow_nan=False))
+    value = json.loads(json.dumps(export.to_chrome(trace), allow_nan=False))
     assert value["otherData"]["policy"] == trace.policy
     seats = [event for event in value["traceEvents"] if event["ph"] == "M" and event["name"] == "thread_name"]
     assert [event["args"]["name"] for event in seats] == [
@@ -328,7 +328,7 @@ def test_the_chrome_trace_has_a_track_a_seat_and_a_slice_a_stay(trace):
 
 def test_the_chrome_trace_counts_requests_and_blocks_at_every_step(trace):
     found = {}
-    for event in trace.to_chrome()["traceEvents"]:
+    for event in export.to_chrome(trace)["traceEvents"]:
         if event["ph"] == "C":
             found.setdefault(event["name"], []).append((event["ts"], event["args"]["value"]))
     expected = {
@@ -351,7 +351,7 @@ def test_an_empty_trace_can_be_written_in_every_form():
     assert list(trace.stays()) == []
     assert len(trace.steps_frame()) == len(trace.requests_frame()) == 0
     assert trace.to_json()["requests"] == []
-    assert all(event["ph"] == "M" for event in trace.to_chrome()["traceEvents"])
+    assert all(event["ph"] == "M" for event in export.to_chrome(trace)["traceEvents"])
 
 
 # --- files
