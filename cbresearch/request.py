@@ -352,6 +352,11 @@ class RequestState:
         return self.request.sampling
 
     @property
+    def num_kv_tokens(self) -> int:
+        """Return the tokens whose KV the request refers to."""
+        return self.num_computed_tokens - self.num_skipped_tokens
+
+    @property
     def token_ids(self) -> tuple[int, ...]:
         """Return all known tokens, prompt and output; empty if of the prompt only the length is known."""
         prompt = self.request.prompt
