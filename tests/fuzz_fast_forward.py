@@ -146,6 +146,8 @@ def differences(policy: str, seed: int) -> tuple[list[str], Trace]:
         found.append("the traces are unequal")
     if metrics.summary(stepped) != metrics.summary(fast):
         found.append("the metrics differ")
+    if [*metrics.memory(stepped)] != [*metrics.memory(fast)]:
+        found.append("the memory use differs")
     if not stepped.steps_frame().equals(fast.steps_frame()):
         found.append("the columns differ")
     if getattr(scheduler.kv, "cached_block_ids", ()) != getattr(other.kv, "cached_block_ids", ()):

@@ -1,11 +1,8 @@
-"""Both KV managers are what the scheduler asks for, to a type checker and at run time."""
+"""Both KV managers are what the scheduler asks for; that `kv.build` returns either proves it to mypy."""
 
-import subprocess
-import sys
 from inspect import signature
 
 import pytest
-from hygiene import ROOT
 
 from cbresearch import kv
 from cbresearch.config import CacheConfig, SchedulerConfig
@@ -18,27 +15,6 @@ CONFIGS = {
     "everything that pages can do": CacheConfig(8, 4, True, 8, 12, cache_on_schedule=True),
     "contiguous": CacheConfig(8, 4, reservation="oracle"),
 }
-
-TYPED = """
-from cbresearch.config import CacheConfig
-from cbresearch.kv import ContiguousKV, KVManager, PagedKV
-
-paged: KVManager = PagedKV(CacheConfig(8))
-contiguous: KVManager = ContiguousKV(CacheConfig(8, reservation="max"), 64)
-"""
-
-
-def test_kv_managers_satisfy_the_protocol_to_a_type_checker(tmp_path):
-    path = tmp_path / "managers.py"
-    path.write_text(TYPED)
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", str(path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("manager", [PagedKV, ContiguousKV])
