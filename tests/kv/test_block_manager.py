@@ -18,7 +18,7 @@ def num_blocks_by_counting(num_tokens: int, block_size: int) -> int:
 
 
 class PoolAgainstModel(RuleBasedStateMachine):
-    """Drive a pool at random beside a dictionary that says who holds what."""
+    """Drive a pool at random beside a dictionary of the blocks that each request holds."""
 
     @initialize(num_blocks=st.integers(1, 12), block_size=st.sampled_from((1, 3, 16)))
     def create(self, num_blocks, block_size):

@@ -60,7 +60,7 @@ class ListPool:
 
 
 class ReservationsAgainstAList(RuleBasedStateMachine):
-    """Drive a pool at random beside a list that says who holds which block."""
+    """Drive a pool at random beside a list of the owner of each block."""
 
     @initialize(
         num_blocks=st.integers(1, 70), block_size=st.sampled_from((1, 3)), kind=st.sampled_from(RESERVATIONS)

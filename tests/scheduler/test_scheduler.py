@@ -204,9 +204,9 @@ def test_waiting_requests_that_a_policy_skips_use_up_no_seats():
         name = "picky"
 
         def propose(self, view):
-            everyone = [*view.running, *view.waiting]
-            capitals = [state for state in everyone if state.id.isupper()]
-            return ((state, state.num_pending_tokens) for state in capitals or everyone)
+            states = [*view.running, *view.waiting]
+            capitals = [state for state in states if state.id.isupper()]
+            return ((state, state.num_pending_tokens) for state in capitals or states)
 
     trace = run([Request(name, 1, 2) for name in "abcXYdZ"], Picky(), seats=2)
     assert admitted(trace) == ["XY", "", "Z", "", "ab", "", "cd", ""]

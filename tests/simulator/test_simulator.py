@@ -62,7 +62,7 @@ def test_the_classic_workload_takes_the_classic_number_of_steps(policy, num_step
     assert [len(record.tokens) for record in trace.requests] == lengths
     assert sum(len(record.tokens) for record in trace.requests) == 510
     if num_steps is None:
-        # Prompts take steps of their own here, at which those who decode wait.
+        # Prompts take steps of their own here, at which decoding requests wait.
         assert len(trace.steps) > num_steps_of_list_scheduling(lengths)
     else:
         assert len(trace.steps) == num_steps(lengths) == expected
