@@ -78,7 +78,7 @@ def test_decodes_beyond_the_budget_take_turns_under_any_policy(policy):
     assert all(record.finish_reason == "length" for record in trace.requests)
 
 
-# Andes lets a request whose reader is ahead lose its seat to one whose reader is behind, though all are equal.
+# Andes lets a request whose reader is ahead lose its seat to one whose reader is behind, all else equal.
 @pytest.mark.parametrize("policy", [name for name in EVERY if name != "andes"])
 def test_no_request_joins_while_every_seat_is_held_by_its_equals_under_any_policy(policy):
     trace = run([Request(name, 1, 3, deadline=50.0) for name in "abc"], policy, seats=1)
