@@ -9,11 +9,11 @@ import statistics
 import time
 
 from bench_engines import compare_throughput, compare_to_forward
-from cbresearch.blocks import BlockManager
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
+from cbresearch.kv import BlockManager
 from cbresearch.request import Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.simulator import CostExecutor

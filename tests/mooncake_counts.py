@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from cbresearch.blocks import BlockManager
 from tqdm import tqdm
 
 from cbresearch import formulas, workloads
 from cbresearch.config import CacheConfig
+from cbresearch.kv import BlockManager
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks" / "counts"
 SIZES = FOLDER / "mooncake_hits_by_cache_size.csv"

@@ -44,7 +44,7 @@ def run(loaded, requests, policy, limits, cache):
     scheduler = Scheduler(policies.get(policy), limits, cache)
     executor = ModelExecutor(loaded, limits, cache, fill=math.nan)
     trace = serve(requests, scheduler, executor, on_step=lambda record: scheduler.check())
-    assert scheduler.blocks.num_free_blocks == cache.num_blocks
+    assert scheduler.kv.num_free_blocks == cache.num_blocks
     return trace
 
 

@@ -81,7 +81,7 @@ def assert_whole(engine):
     """Nothing is held any more, on either tier."""
     scheduler = engine.scheduler
     scheduler.check()
-    blocks = scheduler.blocks
+    blocks = scheduler.kv
     assert not scheduler.has_work
     assert blocks.num_held_blocks == blocks.num_held_host_blocks == 0
     assert blocks.num_free_blocks == blocks.num_blocks

@@ -43,8 +43,8 @@ def run(loaded, requests, policy="fcfs", limits=None, cache=None, **options):
     limits, cache, executor = start(loaded, limits, cache, **options)
     scheduler = Scheduler(policies.get(policy), limits, cache)
     trace = serve(requests, scheduler, executor, on_step=lambda record: scheduler.check())
-    assert scheduler.blocks.num_free_blocks == cache.num_blocks
-    assert scheduler.blocks.num_held_blocks == scheduler.blocks.num_held_host_blocks == 0
+    assert scheduler.kv.num_free_blocks == cache.num_blocks
+    assert scheduler.kv.num_held_blocks == scheduler.kv.num_held_host_blocks == 0
     return trace
 
 

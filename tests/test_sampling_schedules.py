@@ -48,7 +48,7 @@ def run(loaded, requests, policy, limits, cache, between=None, seed=0):
             scheduler.check()
 
     trace = serve(requests, scheduler, executor, on_step=on_step)
-    assert scheduler.blocks.num_free_blocks == cache.num_blocks
+    assert scheduler.kv.num_free_blocks == cache.num_blocks
     return trace
 
 

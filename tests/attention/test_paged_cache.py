@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
-from cbresearch.plan import Transfer
 from helpers.attention_cases import shape
 
 from cbresearch.attention import PagedCache, pool
 from cbresearch.config import CacheConfig
+from cbresearch.step import Transfer
 
 NUM_TRANSFER_SEQUENCES = 200
 

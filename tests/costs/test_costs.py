@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from cbresearch.plan import Padding, Plan, Scheduled, Transfer
 
 from cbresearch import CacheConfig, Hardware, ModelShape, Request, SchedulerConfig, formulas, simulate
 from cbresearch.costs import CARDS, FEATURES, Calibrated, Linear, Replayed, Roofline
+from cbresearch.step import Padding, Plan, Scheduled, Transfer
 
 SHAPE = ModelShape(
     num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_parameters=8 * 10**9, dtype_bytes=2

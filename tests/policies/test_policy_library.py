@@ -9,7 +9,6 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
-from cbresearch.plan import StepResult
 
 from cbresearch import CacheConfig, Request, Scheduler, SchedulerConfig, policies, simulate
 from cbresearch.costs import Linear
@@ -17,6 +16,7 @@ from cbresearch.policies.memory import PastFuture
 from cbresearch.policies.servers import Orca
 from cbresearch.policies.size import fits_until_each_end
 from cbresearch.request import RequestState
+from cbresearch.step import StepResult
 
 EVERY = tuple(policies.available())
 ENDLESS = 10**9
@@ -336,7 +336,7 @@ def test_past_future_foresees_the_peak_that_a_simulation_finds():
         states = []
         for place in range(draw.randint(1, 7)):
             state = RequestState(Request(str(place), draw.randint(1, 40), draw.randint(2, 30)), place)
-            state.output_token_ids = [0] * draw.randint(0, state.request.max_tokens - 1)
+            state.output_token_ids = [0] * draw.randint(0, state.max_tokens - 1)
             state.num_tokens += state.num_output_tokens
             states.append(state)
         peak = 0
@@ -344,7 +344,7 @@ def test_past_future_foresees_the_peak_that_a_simulation_finds():
             holding = [
                 state.num_tokens + step
                 for state in states
-                if state.request.max_tokens - state.num_output_tokens >= step
+                if state.max_tokens - state.num_output_tokens >= step
             ]
             peak = max(peak, sum(holding))
         assert policy.peak(states) == peak
