@@ -4,6 +4,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
+from cbresearch.version import __version__ as __version__
+
 # What type checkers read; a running program imports each name when it is first asked for.
 if TYPE_CHECKING:
     from cbresearch.attention import PagedCache as PagedCache
@@ -54,7 +56,6 @@ _HOMES = {name: module for module, names in _EXPORTS.items() for name in names}
 _MODULES = [module.name for module in iter_modules(__path__) if not module.name.startswith("_")]
 
 __all__ = list(_HOMES)
-__version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:

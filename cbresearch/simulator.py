@@ -346,8 +346,8 @@ def replan(
     """
     if policy is None and ".py:" in trace.policy:
         raise ValueError(
-            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say so "
-            f"by replan(trace, {trace.policy!r})"
+            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say "
+            f"so by replan(trace, {trace.policy!r})"
         )
     scheduler = Scheduler(policies.get(policy or trace.policy), trace.scheduler, trace.cache, step_time)
     executor = CostExecutor(UNIT_STEP, trace.outputs, _errors(trace))

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import cbresearch
 from cbresearch.request import TokenLogprobs
 from cbresearch.step import NO_EVENTS, BlockEvents, Plan, PoolState
+from cbresearch.version import __version__
 
 __all__ = ["Origin", "RequestRecord", "StepRecord"]
 
@@ -23,7 +23,7 @@ class Origin:
     """
 
     engine: str = "cbresearch"
-    version: str = field(default_factory=lambda: cbresearch.__version__)
+    version: str = __version__
     model: str | None = None
 
 

@@ -20,7 +20,7 @@ Pause = float | Callable[[Rng, int], NDArray[np.float64]]
 
 
 ClosedLoopClient = Callable[[RequestRecord], list[Request]]
-"""Says which requests follow on one that ended: what `simulate` and `serve` take as `then`."""
+"""Says which requests follow on one that ended: what `simulate` and `serve` take as `on_finish`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class Sessions:
     All that is random is drawn beforehand: under any policy, the same users send the same texts and pause as
     long.
 
-        requests, then = sessions.start()
-        trace = simulate(requests, "sjf", cache=CacheConfig(4096), then=then)
+        requests, on_finish = sessions.start()
+        trace = simulate(requests, "sjf", cache=CacheConfig(4096), on_finish=on_finish)
 
     Name the KV pool: the simulator's default one is sized for the requests that are given, the first ones.
 
@@ -129,7 +129,7 @@ class Sessions:
                 prompts[request.id] = request.prompt
             return request
 
-        def then(record: RequestRecord) -> list[Request]:
+        def on_finish(record: RequestRecord) -> list[Request]:
             client, _, number = record.id.rpartition("/")
             # The run may serve requests of other workloads too.
             session = sessions.get(client)
@@ -141,7 +141,7 @@ class Sessions:
             said = None if prompt is None else _joined(prompt, tuple(record.tokens))
             return [sent(session.request(place, said, record.finish))]
 
-        return [sent(session.request(0, None, 0.0)) for session in self.sessions if session.turns], then
+        return [sent(session.request(0, None, 0.0)) for session in self.sessions if session.turns], on_finish
 
     def flat(self, token_seconds: float) -> list[Request]:
         """Return all requests with fixed arrivals, as if each answer took its nominal time; this is invented.

@@ -31,7 +31,7 @@ TOP_LEVEL = {
 TESTS = ROOT / "tests"
 ROOMS = {room for names in (*budget.CORE, *budget.LAB) for room in names.split()}
 # Folders of tests that belong to no room of the package.
-OTHER_FOLDERS = {"bench", "browser", "data", "gpu", "helpers", "notebooks", "repository"}
+OTHER_FOLDERS = {"bench", "browser", "cli", "data", "gpu", "helpers", "notebooks", "repository"}
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 MAKEFILE = (ROOT / "Makefile").read_text()

@@ -439,8 +439,8 @@ def test_make_requests_without_prefixes_shares_nothing():
 def test_closed_loop_has_the_throughput_of_the_response_time_law():
     # Alone in its seat, a request of 1 prompt token and 4 output tokens takes 4 steps of a second.
     sessions = closed_loop(5, 40, (Fixed(1), Fixed(4)), rng(), think=6.0)
-    requests, then = sessions.start()
-    trace = simulate(requests, scheduler=SchedulerConfig(8, 100), cache=CacheConfig(100), then=then)
+    requests, on_finish = sessions.start()
+    trace = simulate(requests, scheduler=SchedulerConfig(8, 100), cache=CacheConfig(100), on_finish=on_finish)
     assert sessions.num_requests == len(trace.requests) == 200
     assert {record.latency for record in trace.requests} == {4.0}
     assert max(record.finish for record in trace.requests) == 40 * (4 + 6)
@@ -449,8 +449,8 @@ def test_closed_loop_has_the_throughput_of_the_response_time_law():
 
 def test_closed_loop_never_has_more_requests_under_way_than_users():
     sessions = closed_loop(6, 20, (Uniform(1, 9), Geometric(8.0)), rng(), think=Exponential(3.0))
-    requests, then = sessions.start()
-    trace = simulate(requests, "sjf", scheduler=SchedulerConfig(3, 20), cache=CacheConfig(200), then=then)
+    requests, on_finish = sessions.start()
+    trace = simulate(requests, "sjf", scheduler=SchedulerConfig(3, 20), cache=CacheConfig(200), on_finish=on_finish)
     assert len(trace.requests) == 120
     assert max(step.num_running + step.num_waiting for step in trace.steps) <= 6
     by_id = {record.id: record for record in trace.requests}
@@ -474,9 +474,9 @@ def chats(seed=0, **changed):
 @pytest.mark.parametrize("is_open", [False, True])
 def test_conversation_finds_all_but_its_new_text_in_the_prefix_cache(is_open):
     sessions = chats()
-    requests, then = (sessions.flat(100.0), None) if is_open else sessions.start()
+    requests, on_finish = (sessions.flat(100.0), None) if is_open else sessions.start()
     cache = CacheConfig(4000, 1, prefix_caching=True)
-    trace = simulate(requests, scheduler=SchedulerConfig(16, 4000), cache=cache, then=then)
+    trace = simulate(requests, scheduler=SchedulerConfig(16, 4000), cache=cache, on_finish=on_finish)
     assert len(trace.requests) == sessions.num_requests
     by_id = {record.id: record for record in trace.requests}
     for session in sessions.sessions:
@@ -491,21 +491,21 @@ def test_conversation_finds_all_but_its_new_text_in_the_prefix_cache(is_open):
 
 def test_conversation_prompts_hold_the_tokens_that_were_generated():
     (session,) = chats().sessions[1:2]
-    requests, then = workloads.Sessions((session,)).start()
+    requests, on_finish = workloads.Sessions((session,)).start()
 
     class Record:
         id, tokens, finish = requests[0].id, (9, 8, 7), 50.0
 
-    (following,) = then(Record())
+    (following,) = on_finish(Record())
     assert following.prompt == (*requests[0].prompt, 9, 8, 7, *session.turns[1].text)
     assert following.arrival == 50.0 + session.turns[1].pause
 
 
 def test_closed_loop_client_stops_after_a_refusal_and_ignores_other_requests():
     sessions = closed_loop(2, 5, (Fixed(50), Fixed(4)), rng())
-    requests, then = sessions.start()
+    requests, on_finish = sessions.start()
     stranger = Request("stranger/7", 3, 2)
-    trace = simulate([*requests, stranger], cache=CacheConfig(2, 16), then=then)
+    trace = simulate([*requests, stranger], cache=CacheConfig(2, 16), on_finish=on_finish)
     assert [record.error is None for record in trace.requests] == [False, False, True]
 
 
@@ -513,8 +513,8 @@ def test_sessions_are_the_same_under_every_policy():
     sessions = chats()
     runs = []
     for policy in ("fcfs", "sjf", "static"):
-        requests, then = sessions.start()
-        trace = simulate(requests, policy, cache=CacheConfig(4000, 1), then=then)
+        requests, on_finish = sessions.start()
+        trace = simulate(requests, policy, cache=CacheConfig(4000, 1), on_finish=on_finish)
         runs.append({(record.id, record.num_prompt_tokens, record.max_tokens) for record in trace.requests})
     assert runs[0] == runs[1] == runs[2]
 

@@ -241,7 +241,7 @@ def test_preset_says_its_source_and_what_is_assumed(name):
 @pytest.mark.parametrize("build", [workloads.multi_turn_sessions, workloads.agents_sessions])
 def test_preset_of_sessions_is_served_in_a_closed_loop(build):
     sessions = build(rng(), n=5, size=0.05)
-    requests, then = sessions.start()
-    trace = simulate(requests, cache=CacheConfig(4000, prefix_caching=True), then=then)
+    requests, on_finish = sessions.start()
+    trace = simulate(requests, cache=CacheConfig(4000, prefix_caching=True), on_finish=on_finish)
     assert len(trace.requests) == sessions.num_requests > 5
     assert all(record.is_complete for record in trace.requests)
