@@ -45,7 +45,7 @@ def package(tmp_path):
 
 def test_budget_adds_up_rooms_rings_and_package(package):
     lines = {name: number for name, number, _ in budget.budget_rows(package)}
-    assert lines["request config model_shape names checks"] == 3
+    assert lines["request config model_shape names checks version"] == 3
     assert lines["viz export __main__"] == 3
     assert (lines["the core"], lines["the lab"], lines["the package"], lines["JavaScript"]) == (4, 3, 7, 3)
     assert budget.main(package) == 0
