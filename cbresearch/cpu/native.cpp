@@ -1,17 +1,96 @@
-// Attention over a paged float32 KV cache for a ragged batch of decodes and prompt chunks, on a CPU.
+// Attention over a paged float32 KV cache and products with few rows, for a ragged batch of decodes and prompt
+// chunks, on a CPU.
 //
-// A program is a tile of queries of one sequence and one KV head; it reads keys and values where they lie in the
-// pool, a token's after the other's, and folds them into a running softmax. What a query gets does not depend on
-// who else is in the batch, nor on the number of threads.
+// What a row or a query gets depends neither on the others in the batch nor on the number of threads.
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <mutex>
+#include <thread>
 #include <vector>
 
 namespace {
+
+// Threads that take items of a job while there are any. The caller takes items too and waits only for those that
+// somebody has begun, never for a thread to wake up: where another process keeps a core busy, the others go on.
+class Pool {
+public:
+    template <class Item>
+    void run(int64_t num_items, int num_threads, const Item &item) {
+        std::unique_lock<std::mutex> one_job(job_mutex, std::defer_lock);
+        // A second engine in the process goes on alone meanwhile.
+        if (num_threads < 2 || num_items < 2 || !one_job.try_lock()) {
+            for (int64_t place = 0; place < num_items; ++place) item(place);
+            return;
+        }
+        for (; num_helpers < num_threads - 1; ++num_helpers)
+            std::thread([this, number = num_helpers] { help(number); }).detach();
+        // Nobody takes an item of the last job from here on, whatever the number of items is by then.
+        next |= UINT32_MAX;
+        call = [](const void *given, int64_t place) { (*static_cast<const Item *>(given))(place); };
+        argument = &item, count = num_items, num_wanted = num_threads - 1, num_done = 0;
+        const uint64_t job = (next >> 32) + 1;
+        next = job << 32;
+        if (num_asleep) {
+            std::lock_guard<std::mutex> lock(sleep_mutex);
+            bell.notify_all();
+        }
+        work(job);
+        while (num_done < num_items) std::this_thread::yield();
+    }
+
+private:
+    std::mutex job_mutex, sleep_mutex;
+    std::condition_variable bell;
+    int num_helpers = 0;
+    // The number of the job, and of its next item in the lower half: whoever counts it up has taken the item.
+    std::atomic<uint64_t> next{0};
+    std::atomic<void (*)(const void *, int64_t)> call{nullptr};
+    std::atomic<const void *> argument{nullptr};
+    std::atomic<int64_t> count{0}, num_done{0};
+    std::atomic<int> num_wanted{0}, num_asleep{0};
+
+    void work(uint64_t job) {
+        for (uint64_t taken = next; taken >> 32 == job;) {
+            // Of another job perhaps, but then the item is not got.
+            const auto called = call.load();
+            const auto given = argument.load();
+            const int64_t place = taken & UINT32_MAX;
+            if (place >= count) return;
+            if (!next.compare_exchange_weak(taken, taken + 1)) continue;
+            called(given, place);
+            ++num_done;
+            taken = next;
+        }
+    }
+
+    [[noreturn]] void help(int number) {
+        for (uint64_t seen = 0;;) {
+            const auto patience = std::chrono::steady_clock::now() + std::chrono::microseconds(SPIN_US);
+            while (next >> 32 == seen && std::chrono::steady_clock::now() < patience) std::this_thread::yield();
+            if (next >> 32 == seen) {
+                std::unique_lock<std::mutex> lock(sleep_mutex);
+                ++num_asleep;
+                bell.wait(lock, [&] { return next >> 32 != seen; });
+                --num_asleep;
+            }
+            seen = next >> 32;
+            if (number < num_wanted) work(seen);
+        }
+    }
+};
+
+// Never destroyed, since its threads end with the process.
+Pool &pool() {
+    static Pool *const made = new Pool;
+    return *made;
+}
 
 // Few keys, since those of a tile lie apart by a power of two, and share few places of the processor's cache.
 constexpr int TILE_KEYS = 16;
@@ -154,66 +233,92 @@ void attend(
     }
 }
 
-// What one tile of a matrix product holds in registers: rows times two vectors.
+// A tile of a product is some rows times some columns, each sum of which is a vector over the inputs, so that the
+// weights are read as they lie. The sizes are those that fit into the registers.
 #ifdef __AVX512F__
-constexpr int LANES = 16, PRODUCT_ROWS = 8;
+constexpr int LANES = 16, ROWS = 8, COLUMNS = 3;
 #else
-constexpr int LANES = 8, PRODUCT_ROWS = 6;
+constexpr int LANES = 8, ROWS = 6, COLUMNS = 2;
 #endif
-constexpr int PANEL = 2 * LANES;
+// Columns that a thread takes at a time.
+constexpr int STRIPE = 16 * COLUMNS;
 typedef float Vector __attribute__((vector_size(LANES * sizeof(float)), aligned(4)));
 
 struct Product {
-    const float *x, *panels, *bias;
+    const float *x, *weight, *bias;
     float *out;
-    int64_t x_row, num_rows, num_inputs, num_outputs;
+    int64_t num_rows, num_inputs, num_outputs;
 };
 
-// A row's sums run over the inputs in one order, whatever other rows there are.
-template <int ROWS>
-void multiply(const Product &product, int64_t row, int64_t panel) {
-    const float *x = product.x + row * product.x_row;
-    const float *weights = product.panels + panel * product.num_inputs * PANEL;
-    Vector sums[ROWS][2] = {};
-    for (int64_t k = 0; k < product.num_inputs; ++k, weights += PANEL) {
-        const Vector left = *reinterpret_cast<const Vector *>(weights);
-        const Vector right = *reinterpret_cast<const Vector *>(weights + LANES);
-        for (int r = 0; r < ROWS; ++r) {
-            const float value = x[r * product.x_row + k];
-            sums[r][0] += value * left;
-            sums[r][1] += value * right;
+inline Vector load(const float *source) { return *reinterpret_cast<const Vector *>(source); }
+
+// The sums of neighbours, those of `a` before those of `b`.
+inline Vector pairs(Vector a, Vector b) {
+#ifdef __AVX512F__
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+#else
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15);
+#endif
+}
+
+template <int NUM_ROWS, int NUM_COLUMNS>
+void multiply(const Product &product, int64_t row, int64_t column) {
+    const int64_t size = product.num_inputs, whole = size / LANES * LANES;
+    const float *x = product.x + row * size, *weight = product.weight + column * size;
+    Vector sums[NUM_COLUMNS][NUM_ROWS] = {};
+    for (int64_t k = 0; k < whole; k += LANES) {
+        Vector weights[NUM_COLUMNS];
+        for (int c = 0; c < NUM_COLUMNS; ++c) {
+            weights[c] = load(weight + c * size + k);
+            __builtin_prefetch(weight + (c + NUM_COLUMNS) * size + k);
         }
+        for (int r = 0; r < NUM_ROWS; ++r)
+            for (int c = 0; c < NUM_COLUMNS; ++c) sums[c][r] += load(x + r * size + k) * weights[c];
     }
-    const int64_t column = panel * PANEL, width = std::min<int64_t>(PANEL, product.num_outputs - column);
-    for (int r = 0; r < ROWS; ++r) {
-        float *target = product.out + (row + r) * product.num_outputs + column;
-        const float *source = reinterpret_cast<const float *>(sums[r]);
-        for (int64_t c = 0; c < width; ++c) target[c] = source[c] + (product.bias ? product.bias[column + c] : 0.0f);
+    for (int c = 0; c < NUM_COLUMNS; ++c) {
+        // Each level halves the number of vectors, until one holds the sum of each row.
+        Vector tree[LANES] = {};
+        std::copy_n(sums[c], NUM_ROWS, tree);
+        for (int half = LANES / 2; half; half /= 2)
+            for (int i = 0; i < half; ++i) tree[i] = pairs(tree[2 * i], tree[2 * i + 1]);
+        for (int r = 0; r < NUM_ROWS; ++r) {
+            float sum = tree[0][r] + (product.bias ? product.bias[column + c] : 0.0f);
+            for (int64_t k = whole; k < size; ++k) sum += x[r * size + k] * weight[c * size + k];
+            product.out[(row + r) * product.num_outputs + column + c] = sum;
+        }
     }
 }
 
-template <int ROWS>
-void multiply_rest(const Product &product, int64_t row, int64_t num, int64_t panel) {
-    if (num == ROWS) multiply<ROWS>(product, row, panel);
-    else if constexpr (ROWS > 1) multiply_rest<ROWS - 1>(product, row, num, panel);
+// Calls `multiply` with numbers that are known only now.
+template <int NUM_ROWS = ROWS, int NUM_COLUMNS = COLUMNS>
+void multiply_tile(const Product &product, int64_t row, int64_t column, int64_t num_rows, int64_t num_columns) {
+    if constexpr (NUM_ROWS > 1)
+        if (num_rows < NUM_ROWS)
+            return multiply_tile<NUM_ROWS - 1, NUM_COLUMNS>(product, row, column, num_rows, num_columns);
+    if constexpr (NUM_COLUMNS > 1)
+        if (num_columns < NUM_COLUMNS)
+            return multiply_tile<NUM_ROWS, NUM_COLUMNS - 1>(product, row, column, num_rows, num_columns);
+    multiply<NUM_ROWS, NUM_COLUMNS>(product, row, column);
 }
 
 }  // namespace
 
-extern "C" int cbresearch_panel_width() { return PANEL; }
-
-extern "C" void cbresearch_linear(const Product *given, int num_threads) {
-    const Product &product = *given;
-    const int64_t num_panels = (product.num_outputs + PANEL - 1) / PANEL;
-    const bool is_large = product.num_rows * product.num_inputs * product.num_outputs > 2000000;
-    (void)is_large, (void)num_threads;
-#pragma omp parallel for schedule(dynamic, 4) num_threads(num_threads) if (is_large)
-    for (int64_t panel = 0; panel < num_panels; ++panel) {
-        int64_t row = 0;
-        for (; row + PRODUCT_ROWS <= product.num_rows; row += PRODUCT_ROWS)
-            multiply<PRODUCT_ROWS>(product, row, panel);
-        if (row < product.num_rows) multiply_rest<PRODUCT_ROWS - 1>(product, row, product.num_rows - row, panel);
-    }
+extern "C" void cbresearch_linear(
+    const float *x, const float *weight, const float *bias, float *out, int64_t num_rows, int64_t num_inputs,
+    int64_t num_outputs, int num_threads) {
+    const Product product = {x, weight, bias, out, num_rows, num_inputs, num_outputs};
+    // Sharing out a small product takes longer than it does.
+    const bool is_small = num_inputs * num_outputs * std::min<int64_t>(num_rows, 4) < 400000;
+    const int64_t num_stripes = (num_outputs + STRIPE - 1) / STRIPE;
+    pool().run(num_stripes, is_small ? 1 : num_threads, [&](int64_t stripe) {
+        const int64_t end = std::min(num_outputs, (stripe + 1) * STRIPE);
+        for (int64_t row = 0; row < num_rows; row += ROWS)
+            for (int64_t column = stripe * STRIPE; column < end; column += COLUMNS)
+                multiply_tile(product, row, column, std::min<int64_t>(ROWS, num_rows - row),
+                              std::min<int64_t>(COLUMNS, end - column));
+    });
 }
 
 extern "C" void cbresearch_paged_attention(const Call *given, int num_threads) {
@@ -241,9 +346,7 @@ extern "C" void cbresearch_paged_attention(const Call *given, int num_threads) {
     // Few sequences are shared out by heads too.
     const int64_t num_tiles = items.size(), num_parts = num_tiles < 4 * num_threads ? call.num_kv_heads : 1;
     const int64_t num_heads = call.num_kv_heads / num_parts;
-    (void)is_large;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (is_large)
-    for (int64_t item = 0; item < num_tiles * num_parts; ++item) {
+    pool().run(num_tiles * num_parts, is_large ? num_threads : 1, [&](int64_t item) {
         const Item &at = items[item / num_parts];
         const Sequence &seq = sequences[at.seq];
         const int64_t head = item % num_parts * num_heads, last = head + num_heads;
@@ -253,5 +356,5 @@ extern "C" void cbresearch_paged_attention(const Call *given, int num_threads) {
         else if (dim == 32) attend<32>(call, seq, head, last, at.first, queries);
         else if (dim == 128) attend<128>(call, seq, head, last, at.first, queries);
         else attend<0>(call, seq, head, last, at.first, queries);
-    }
+    });
 }
