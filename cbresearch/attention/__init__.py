@@ -1,11 +1,12 @@
 """The bridge into transformers: a paged KV cache, and an attention function that writes and reads it."""
 
-from cbresearch.attention.backend import NativeStep, choose_backend
-from cbresearch.attention.function import ATTENTION_NAME, LatentCache, paged_attention, paged_model
-from cbresearch.attention.layout import PagedStep, batch_order
+from cbresearch.attention.function import ATTENTION_NAME, attention_function, choose_backend, paged_model
 from cbresearch.attention.linear import pack_linear_layers
+from cbresearch.attention.native_backend import NativeStep
 from cbresearch.attention.pool import PagedCache
 from cbresearch.attention.static import StaticStep
+from cbresearch.attention.step import PagedStep, batch_order
+from cbresearch.attention.torch_backend import LatentCache
 
 __all__ = [
     "ATTENTION_NAME",
@@ -14,9 +15,9 @@ __all__ = [
     "PagedCache",
     "PagedStep",
     "StaticStep",
+    "attention_function",
     "batch_order",
     "choose_backend",
     "pack_linear_layers",
-    "paged_attention",
     "paged_model",
 ]

@@ -1,60 +1,65 @@
-"""The attention function and the cache that transformers' models call."""
+"""The attention function that transformers' models call, and the choice of what computes it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
-from cbresearch.attention.backend import NativeStep, attend_natively, attend_with_kernels
-from cbresearch.attention.layout import PagedStep
+from cbresearch.attention.native_backend import NativeStep, attend_natively
+from cbresearch.attention.step import PagedStep
+from cbresearch.attention.torch_backend import attend_with_torch
+from cbresearch.attention.triton_backend import KernelInputs, attend_with_triton
+from cbresearch.config import ModelShape
+from cbresearch.kernels import native
 
 ATTENTION_NAME = "cbresearch_paged"
+BACKENDS = ("torch", "triton", "native")
 
 # Arguments by which transformers' models change what is attended to.
-_NOT_APPLIED = frozenset({"position_bias", "sinks", "indices", "block_indices"})
+_NOT_APPLIED = ("block_indices", "indices", "position_bias", "sinks")
 
 
-class LatentCache:
-    """The cache object for models with multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1).
+def choose_backend(
+    asked: str | None, shape: ModelShape, device: torch.device, dtype: torch.dtype = torch.float32
+) -> str:
+    """Return "torch", "triton" or "native": the one place that decides.
 
-    Such a model hands over the compressed vectors before it expands them to keys and values of every head.
-    What it gets back are those of all tokens that the step attends to, in the order of
-    `PagedStep.context_slots`, so its attention is called with keys and values of just these.
+    Left to itself, a GPU takes the kernels and a CPU takes PyTorch, where Triton has only its interpreter
+    (`TRITON_INTERPRET=1`, set before Triton is imported). The kernels take neither latents nor values of
+    another size than keys. "native" is C++ for float32 on a CPU, taken only where it is asked for, since it
+    needs a compiler.
+
+    Args:
+        asked: What the user wants, or None.
+        shape: The model's heads.
+        device: Where it runs.
+        dtype: Element type of the cache.
+
+    Raises:
+        ValueError: The backend is unknown, or was asked for and cannot serve the model, or there is no C++
+            compiler.
     """
-
-    def __init__(self, paged: PagedStep) -> None:
-        self._paged = paged
-
-    def update(
-        self, compressed: Tensor, rotary: Tensor, layer_idx: int, *_: object, **__: object
-    ) -> tuple[Tensor, Tensor]:
-        """Write the step's latents into the pool and return those that it reads.
-
-        Args:
-            compressed: `[1, 1, num_tokens, kv_lora_rank]`.
-            rotary: `[1, 1, num_tokens, qk_rope_head_dim]`, rotated.
-            layer_idx: Which layer's.
-
-        Raises:
-            ValueError: The model hands over something else than latents.
-        """
-        paged = self._paged
-        kv = paged.cache.kv[layer_idx]
-        if compressed.shape[1] != 1 or compressed.shape[-1] + rotary.shape[-1] != kv.shape[-1]:
+    if asked is not None and asked not in BACKENDS:
+        raise ValueError(f"attention backend {asked!r} is unknown; choose one of {BACKENDS}")
+    is_plain = shape.latent_dim is None and shape.value_head_dim in (None, shape.head_dim)
+    if asked == "triton" and not is_plain:
+        raise ValueError(
+            "the Triton kernels take neither latents nor values of another size than keys; use the backend "
+            "'torch' for this model"
+        )
+    if asked == "native":
+        if device.type != "cpu" or dtype != torch.float32 or shape.latent_dim is not None:
             raise ValueError(
-                f"the model caches {list(compressed.shape)} and {list(rotary.shape)} where latents of "
-                f"{kv.shape[-1]} elements a token are expected; this version of transformers seems to expand "
-                "them before they are cached: take 5.17 or newer"
+                "the backend 'native' and compiled models are for float32 on a CPU, not for latents; this "
+                f"model is {dtype} on {device.type}{'' if shape.latent_dim is None else ', with latents'}"
             )
-        paged.store(layer_idx, torch.cat((compressed[0], rotary[0]), dim=-1).transpose(0, 1))
-        read = kv.index_select(0, paged.context_slots).transpose(0, 1)[None]
-        return read[..., : compressed.shape[-1]], read[..., compressed.shape[-1] :]
+        native.library()
+    return asked or ("triton" if device.type == "cuda" and is_plain else "torch")
 
 
-def paged_attention(
+def attention_function(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -62,7 +67,7 @@ def paged_attention(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    paged: PagedStep | NativeStep | None = None,
+    paged: PagedStep | KernelInputs | NativeStep | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -77,8 +82,8 @@ def paged_attention(
             that the step reads, as `LatentCache` returned them.
         value: As `key`; its heads may have another size.
         attention_mask: Unused: the step says who sees what.
-        scaling: Factor on the scores.
-        paged: The step's layout.
+        scaling: Factor on the scores; 1 / sqrt(head_dim) by default.
+        paged: The step, or the form of it that one backend takes.
         sliding_window: Keys that a query sees at most, its own included; None for what the pool says.
         softcap: Bound c of the scores, c · tanh(score/c).
         s_aux: `[num_heads]`: the score of each head's attention sink, which takes weight and gives no value.
@@ -90,184 +95,51 @@ def paged_attention(
     Raises:
         ValueError: The model asks for what is not applied here, or was called outside a ModelExecutor.
     """
-    if not _NOT_APPLIED.isdisjoint(others):
-        for name in sorted(_NOT_APPLIED & set(others)):
-            if others[name] is not None:
-                raise ValueError(
-                    f"{type(module).__name__} asks for {name!r}, which the paged attention does not apply; "
-                    "take a model without it"
-                )
+    for name in _NOT_APPLIED:
+        if others.get(name) is not None:
+            raise ValueError(
+                f"{type(module).__name__} asks for {name!r}, which the paged attention does not apply; "
+                "take a model without it"
+            )
     if paged is None:
         raise ValueError(
             f"the attention {ATTENTION_NAME!r} runs only inside a ModelExecutor; restore the model's own"
         )
+    step = _of_backend(paged) if isinstance(paged, PagedStep) else paged
     layer: int = module.layer_idx  # type: ignore[assignment]
-    if not isinstance(paged, NativeStep) and paged.cache.backend == "native":
-        paged = paged.native
-    if isinstance(paged, NativeStep):
-        window = sliding_window if sliding_window is not None else paged.windows[layer]
-        attended = attend_natively(
-            paged, layer, query, key, value, scale=scaling, window=window, softcap=softcap, sinks=s_aux
+    window = sliding_window if sliding_window is not None else step.windows[layer]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    tensors = (layer, query, key, value)
+    if isinstance(step, NativeStep):
+        attended = attend_natively(step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
+    elif isinstance(step, KernelInputs):
+        attended = attend_with_triton(
+            step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux
         )
-        return attended, None
-    cache = paged.cache
-    window = sliding_window if sliding_window is not None else cache.windows[layer]
-    if cache.backend == "triton":
-        attended = attend_with_kernels(
-            paged, layer, query, key, value, scale=scaling, window=window, softcap=softcap, sinks=s_aux
-        )
-        return attended, None
-    layout = paged.layout(window)
-    num_heads, num_tokens, head_dim = query.shape[1:]
-    num_kv_heads, value_dim = key.shape[1], value.shape[-1]
-    kv = cache.kv[layer]
-    read = 0
-    if cache.latent_dim is None:
-        paged.store(layer, torch.cat((key[0].transpose(0, 1), value[0].transpose(0, 1)), dim=-1))
-    elif layout is not paged.layout(None):
-        raise ValueError(
-            f"{type(module).__name__} has a sliding window over latents, which the paged attention does not "
-            "apply; take a model without it"
-        )
-    elif key.shape[2] != len(paged.context_slots):
-        raise ValueError(
-            f"{type(module).__name__} does not read its latents from the cache it is given; this version of "
-            "transformers cannot be served with it"
-        )
-    output = query.new_empty(num_tokens, num_heads, value_dim)
-    by_token = query[0].transpose(0, 1)
-    for rows in layout.rows:
-        num_seqs, context = rows.slots.shape
-        if cache.latent_dim is None:
-            gathered = kv.index_select(0, rows.slots.view(-1)).view(num_seqs, context, num_kv_heads, -1)
-            gathered = gathered.transpose(1, 2)
-            keys, values = gathered[..., :head_dim], gathered[..., head_dim:]
-        else:
-            span = slice(read, read + num_seqs * context)
-            keys, values = (
-                every[0, :, span].unflatten(1, (num_seqs, context)).transpose(0, 1) for every in (key, value)
-            )
-            read = span.stop
-        # The query heads of a KV head become its queries: grouped heads then cost no copies of K and V.
-        queries = by_token[rows.begin : rows.end].reshape(num_seqs, num_kv_heads, -1, head_dim)
-        if softcap is None and s_aux is None:
-            attended = _attend(queries, keys, values, rows.mask, scaling)
-        else:
-            mask = None if rows.mask is None else rows.mask[:, None]
-            attended = _attend_by_scores(
-                queries[..., None, :], keys[:, :, None], values[:, :, None], mask, scaling, softcap, s_aux
-            )
-        output[rows.begin : rows.end] = attended.reshape(num_seqs, num_heads, value_dim)
-    for chunk in layout.chunks:
-        span = slice(chunk.begin, chunk.end)
-        if cache.latent_dim is not None:
-            num_keys = chunk.end - chunk.begin if chunk.slots is None else len(chunk.slots)
-            keys, values = key[:, :, read : read + num_keys], value[:, :, read : read + num_keys]
-            read += num_keys
-        elif chunk.slots is None:
-            keys, values = key[:, :, span], value[:, :, span]
-        else:
-            gathered = kv.index_select(0, chunk.slots).transpose(0, 1)[None]
-            keys, values = gathered[..., :head_dim], gathered[..., head_dim:]
-        if softcap is None and s_aux is None:
-            attended = _attend(query[:, :, span], keys, values, chunk.mask, scaling, is_chunk=True)
-        else:
-            attended = _attend_by_scores(
-                query[:, :, span].unflatten(1, (num_kv_heads, -1)),
-                keys[:, :, None],
-                values[:, :, None],
-                chunk.mask if chunk.mask is not None else _causal(keys),
-                scaling,
-                softcap,
-                s_aux,
-            ).flatten(1, 2)
-        output[span] = attended[0].transpose(0, 1)
-    return output[None], None
+    else:
+        attended = attend_with_torch(step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
+    return attended, None
 
 
-def _attend(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    is_chunk: bool = False,
-) -> Tensor:
-    """Return the attention of `[num_seqs, num_heads, num_queries, head_dim]` queries.
-
-    Args:
-        queries: The queries.
-        keys: `[num_seqs, num_kv_heads, num_keys, head_dim]`.
-        values: As `keys`; the heads may have another size.
-        mask: Sees or not, or what to add to the scores.
-        scaling: Factor on the scores.
-        is_chunk: Whether there are more query heads than KV heads, and no mask means a causal one.
-    """
-    settings = {
-        "attn_mask": mask,
-        "is_causal": is_chunk and mask is None,
-        "enable_gqa": is_chunk and queries.shape[1] != keys.shape[1],
-    }
-    head_dim, value_dim = keys.shape[-1], values.shape[-1]
-    if head_dim == value_dim:
-        return scaled_dot_product_attention(queries, keys, values, scale=scaling, **settings)
-    # The fused kernels want one size; zeros cost less than the scores of all heads in memory.
-    size = max(head_dim, value_dim)
-    queries, keys = pad(queries, (0, size - head_dim)), pad(keys, (0, size - head_dim))
-    values = pad(values, (0, size - value_dim))
-    attended = scaled_dot_product_attention(
-        queries, keys, values, scale=scaling or head_dim**-0.5, **settings
-    )
-    return attended[..., :value_dim]
+def _of_backend(step: PagedStep) -> PagedStep | KernelInputs | NativeStep:
+    """Return a step as the backend of its pool takes it."""
+    if step.cache.backend == "triton":
+        return step.kernel_inputs
+    return step.native if step.cache.backend == "native" else step
 
 
-def _attend_by_scores(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Return the attention with capped scores (Gemma 2, arXiv 2408.00118, 2) or sinks (gpt-oss).
-
-    Args:
-        queries: `[num_seqs, num_kv_heads, heads of a KV head, num_queries, head_dim]`.
-        keys: `[num_seqs, num_kv_heads, 1, num_keys, head_dim]`.
-        values: As `keys`; the heads may have another size.
-        mask: Sees or not, or what to add to the scores.
-        scaling: Factor on the scores.
-        softcap: Bound of the scores.
-        sinks: `[num_heads]`: a score for each head that takes weight and gives no value.
-    """
-    scores = queries @ keys.transpose(-1, -2) * (scaling or keys.shape[-1] ** -0.5)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    if sinks is not None:
-        sink = sinks.view(1, *queries.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, sink.to(scores.dtype)), dim=-1)
-    weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-    return weights[..., : keys.shape[-2]].to(values.dtype) @ values
-
-
-def _causal(keys: Tensor) -> Tensor:
-    num_keys = keys.shape[-2]
-    return torch.ones(num_keys, num_keys, dtype=torch.bool, device=keys.device).tril_()
-
-
-AttentionInterface.register(ATTENTION_NAME, paged_attention)
+AttentionInterface.register(ATTENTION_NAME, attention_function)
 
 
 @contextmanager
 def paged_model(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model use `paged_attention` inside the context, and leave it as it was found."""
-    config = model.config
-    before = config._attn_implementation
-    config._attn_implementation = ATTENTION_NAME
+    """Let a model use `attention_function` inside the context, and leave it as it was found."""
+    # The inner model's class is of transformers even where a user derived one of their own from the outer.
+    inner = model.base_model
+    assert isinstance(inner, PreTrainedModel)
+    before = inner.config._attn_implementation  # noqa: SLF001 - there is no public way to ask.
+    inner.set_attn_implementation(ATTENTION_NAME)
     try:
         yield
     finally:
-        config._attn_implementation = before
+        inner.set_attn_implementation(before)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -53,29 +54,19 @@ class PagedCache:
         self.windows = tuple(windows) or (None,) * shape.num_layers
         self.latent_dim = shape.latent_dim
         self.num_key_elements = shape.num_kv_heads * shape.head_dim
-        if shape.latent_dim is None:
-            self.key_dim = shape.head_dim
-            slot = (shape.num_kv_heads, shape.head_dim + (shape.value_head_dim or shape.head_dim))
-        else:
-            self.key_dim = shape.latent_dim
-            slot = (1, shape.latent_dim)
-        on_device = (shape.num_layers, config.num_tokens, *slot)
-        on_host = (config.num_host_blocks, shape.num_layers, config.block_size, *slot)
-        try:
-            self.kv = [
-                torch.empty(on_device[1:], dtype=dtype, device=device) for _ in range(shape.num_layers)
-            ]
-        except RuntimeError as error:
-            raise _no_room("num_blocks", config.num_blocks, config, on_device, dtype, device) from error
-        try:
+        self._key_dim = shape.latent_dim or shape.head_dim
+        value_dim = 0 if shape.latent_dim else shape.value_head_dim or shape.head_dim
+        slot = (1 if shape.latent_dim else shape.num_kv_heads, self._key_dim + value_dim)
+        token_bytes = shape.num_layers * math.prod(slot) * dtype.itemsize
+        with _room_for("num_blocks", config.num_blocks, config.block_size, token_bytes, device):
+            layer = (config.num_tokens, *slot)
+            self.kv = [torch.empty(layer, dtype=dtype, device=device) for _ in range(shape.num_layers)]
+        with _room_for("num_host_blocks", config.num_host_blocks, config.block_size, token_bytes, "the host"):
             # Only page-locked memory is copied to and from a GPU at full speed.
             pinned = bool(config.num_host_blocks) and self.kv[0].is_cuda
-            self.host = torch.empty(on_host, dtype=dtype, pin_memory=pinned)
-        except RuntimeError as error:
-            raise _no_room(
-                "num_host_blocks", config.num_host_blocks, config, on_host, dtype, "the host"
-            ) from error
-        self._blocks = [layer.unflatten(0, (config.num_blocks, config.block_size)) for layer in self.kv]
+            blocks = (config.num_host_blocks, shape.num_layers, config.block_size, *slot)
+            self.host = torch.empty(blocks, dtype=dtype, pin_memory=pinned)
+        self._blocks = [layer.view(config.num_blocks, config.block_size, *slot) for layer in self.kv]
         if fill is not None:
             for pool in (*self.kv, self.host):
                 pool.fill_(fill)
@@ -96,7 +87,7 @@ class PagedCache:
         With latent attention the keys are the latents, and the values have no elements.
         """
         blocks = self._blocks[layer]
-        return blocks[..., : self.key_dim], blocks[..., self.key_dim :]
+        return blocks[..., : self._key_dim], blocks[..., self._key_dim :]
 
     def transfer(self, transfers: Iterable[Transfer]) -> None:
         """Copy blocks of all layers, with the outcome of one copy after the other in the given order.
@@ -112,36 +103,25 @@ class PagedCache:
                 # Tensors take negative ids too, counted from the end: a freed block's null id is one.
                 if min(ids) < 0 or max(ids) >= size:
                     raise IndexError(f"a {kind!r} names a block outside 0 to {size - 1}: {ids}")
+            device = self.kv[0].device
             if kind == "copy":
-                self._copy(sources, targets)
+                read, write = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+                for blocks in self._blocks:
+                    blocks.index_copy_(0, write, blocks.index_select(0, read))
             elif kind == "swap_out":
-                self._swap_out(sources, targets)
+                read = torch.tensor(sources, device=device)
+                moved = torch.stack([blocks.index_select(0, read) for blocks in self._blocks], dim=1)
+                # On a GPU the copies queue up behind one another, so that waiting for each is not needed:
+                # only other copies ever read the host's pool.
+                for place, target in enumerate(targets):
+                    self.host[target].copy_(moved[place], non_blocking=True)
             else:
-                self._swap_in(sources, targets)
-
-    def _copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        read, write = self._on_device(sources), self._on_device(targets)
-        for blocks in self._blocks:
-            blocks.index_copy_(0, write, blocks.index_select(0, read))
-
-    def _swap_out(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        read = self._on_device(sources)
-        moved = torch.stack([blocks.index_select(0, read) for blocks in self._blocks], dim=1)
-        # On a GPU the copies queue up behind one another, so that waiting for each is not needed: only
-        # other copies ever read the host's pool.
-        for place, target in enumerate(targets):
-            self.host[target].copy_(moved[place], non_blocking=True)
-
-    def _swap_in(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        write = self._on_device(targets)
-        moved = self.kv[0].new_empty((len(sources), *self.host.shape[1:]))
-        for place, source in enumerate(sources):
-            moved[place].copy_(self.host[source], non_blocking=True)
-        for layer, blocks in enumerate(self._blocks):
-            blocks.index_copy_(0, write, moved[:, layer])
-
-    def _on_device(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, device=self.kv[0].device)
+                write = torch.tensor(targets, device=device)
+                moved = self.kv[0].new_empty((len(sources), *self.host.shape[1:]))
+                for place, source in enumerate(sources):
+                    moved[place].copy_(self.host[source], non_blocking=True)
+                for layer, blocks in enumerate(self._blocks):
+                    blocks.index_copy_(0, write, moved[:, layer])
 
 
 def _runs(transfers: Iterable[Transfer], most: int) -> Iterator[tuple[str, list[int], list[int]]]:
@@ -150,7 +130,9 @@ def _runs(transfers: Iterable[Transfer], most: int) -> Iterator[tuple[str, list[
     A run reads all of its sources before it writes. So it ends before a block that it would write twice, and
     before a copy that reads what the run writes; that a later copy overwrites a source does no harm.
     """
-    kind, sources, targets = "", [], []
+    kind = ""
+    sources: list[int] = []
+    targets: list[int] = []
     written: set[int] = set()
     for transfer in transfers:
         if transfer.kind not in ("copy", "swap_out", "swap_in"):
@@ -167,16 +149,15 @@ def _runs(transfers: Iterable[Transfer], most: int) -> Iterator[tuple[str, list[
         yield kind, sources, targets
 
 
-def _no_room(
-    name: str,
-    num_blocks: int,
-    config: CacheConfig,
-    size: tuple[int, ...],
-    dtype: torch.dtype,
-    where: torch.device | str,
-) -> ValueError:
-    num_bytes = math.prod(size) * dtype.itemsize
-    return ValueError(
-        f"a pool of {num_blocks} blocks of {config.block_size} tokens needs {num_bytes:,} bytes, which "
-        f"{where} does not have; lower {name}"
-    )
+@contextmanager
+def _room_for(
+    name: str, num_blocks: int, block_size: int, token_bytes: int, where: torch.device | str
+) -> Iterator[None]:
+    """Say what does not fit where, and the name of the setting to lower, when an allocation fails."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise ValueError(
+            f"a pool of {num_blocks} blocks of {block_size} tokens needs "
+            f"{num_blocks * block_size * token_bytes:,} bytes, which {where} does not have; lower {name}"
+        ) from error

@@ -94,7 +94,7 @@ def _forced_group(
         counts = np.minimum(counts, lengths - done)
         order = batch_order(done, counts)
         order = order[counts[order] > 0]
-        step = PagedStep.build(cache, tables[order], done[order], counts[order])
+        step = PagedStep(cache, tables[order], done[order], counts[order])
         rows = np.repeat(order, counts[order])
         wanted = np.flatnonzero(step.positions >= firsts[rows])
         logits = _logits(loaded, step, token_ids[rows, step.positions], wanted)
@@ -229,7 +229,7 @@ def _single_steps(paged: PagedStep) -> list[PagedStep]:
         is_stored[paged.stored.cpu().numpy()] = True
     one = np.ones(1, dtype=np.int64)
     return [
-        PagedStep.build(
+        PagedStep(
             paged.cache, tables[at : at + 1], paged.positions[at : at + 1], one, is_stored[at : at + 1]
         )
         for at in range(len(tables))

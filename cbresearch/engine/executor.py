@@ -123,7 +123,7 @@ class ModelExecutor:
         num_seqs = min(num_seqs, len(self._num_blocks), self.cache.config.num_blocks)
         blocks, ones = np.arange(num_seqs), np.ones(num_seqs, dtype=np.int64)
         for _ in range(num_steps):
-            step = PagedStep.build(self.cache, blocks[:, None], np.zeros_like(ones), ones)
+            step = PagedStep(self.cache, blocks[:, None], np.zeros_like(ones), ones)
             self._forward(step, ones, blocks)
         untouched = [place for place, layer in enumerate(self.cache.kv) if bool((layer[0] == mark).all())]
         if untouched:
@@ -153,7 +153,7 @@ class ModelExecutor:
         order = batch_order(starts, num_tokens)
         seats, starts, num_tokens, samples = seats[order], starts[order], num_tokens[order], samples[order]
         num_blocks = -(-int((starts + num_tokens).max()) // self._block_size)
-        step = PagedStep.build(
+        step = PagedStep(
             self.cache,
             self._block_tables[seats, :num_blocks],
             starts,

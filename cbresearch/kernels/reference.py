@@ -6,14 +6,7 @@ import torch
 from torch import Tensor
 
 
-def read_cache(cache: Tensor, block_table: Tensor, length: int) -> Tensor:
-    """Return a sequence's `[length, num_kv_heads, head_dim]` out of `[num_blocks, block_size, ...]`."""
-    block_size = cache.shape[1]
-    positions = torch.arange(length, device=cache.device)
-    return cache[block_table.long()[positions // block_size], positions % block_size]
-
-
-def paged_attention(
+def reference_attention(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -24,13 +17,10 @@ def paged_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    alibi: Tensor | None = None,
     sinks: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Compute what the kernel of the same name computes, with every step in `dtype`.
+    """Compute what the kernel `paged_attention` computes, with every step in `dtype`.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]`.
@@ -42,17 +32,13 @@ def paged_attention(
         scale: Factor on the scores; 1 / sqrt(head_dim) by default.
         window: A query at i sees a key at j where i - window < j <= i.
         softcap: Scores s become softcap * tanh(s / softcap).
-        alibi: `[num_heads]`: slopes; slope * (j - i) is added to a score.
         sinks: `[num_heads]`: the score of one more key, whose value is 0.
-        k_scale: `[]` or `[num_kv_heads]`: factor on the cached keys.
-        v_scale: As `k_scale`, on the values.
         dtype: Precision of every step.
 
     Returns:
         `[num_tokens, num_heads, head_dim]` in `dtype`; 0 where a query sees no key.
     """
-    head_dim = q.shape[2]
-    num_kv_heads = k_cache.shape[2]
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     output = torch.zeros(q.shape, dtype=dtype, device=q.device)
     bounds = cu_seqlens_q.tolist()
@@ -60,21 +46,15 @@ def paged_attention(
         begin, end = bounds[i_seq], bounds[i_seq + 1]
         if length == 0 or begin == end:
             continue
-        keys = read_cache(k_cache, block_tables[i_seq], length).to(dtype)
-        values = read_cache(v_cache, block_tables[i_seq], length).to(dtype)
-        if k_scale is not None:
-            keys = keys * k_scale.to(dtype).view(-1, 1)
-        if v_scale is not None:
-            values = values * v_scale.to(dtype).view(-1, 1)
-        # The query heads of a KV head are rows of one matrix: [num_kv_heads, queries, group, head_dim].
-        queries = q[begin:end].to(dtype).unflatten(1, (num_kv_heads, -1)).transpose(0, 1)
-        i = torch.arange(length - (end - begin), length, device=q.device)[:, None, None]
         j = torch.arange(length, device=q.device)
+        places = block_tables[i_seq].long()[j // block_size], j % block_size
+        keys, values = k_cache[places].to(dtype), v_cache[places].to(dtype)
+        # The query heads of a KV head are rows of one matrix: [num_kv_heads, queries, group, head_dim].
+        queries = q[begin:end].to(dtype).view(end - begin, num_kv_heads, -1, head_dim).transpose(0, 1)
         scores = (queries.flatten(1, 2) @ keys.permute(1, 2, 0) * scale).view(*queries.shape[:3], length)
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        if alibi is not None:
-            scores = scores + alibi.to(dtype).view(num_kv_heads, 1, -1, 1) * (j - i).to(dtype)
+        i = torch.arange(length - (end - begin), length, device=q.device)[:, None, None]
         seen = j <= i
         if window is not None:
             seen = seen & (j > i - window)

@@ -4,26 +4,27 @@ In the kernels a prefix says what a name is: `i_` an index, `o_` offsets, `p_` p
 mask. A score becomes a weight by exp2(unit * (score - maximum)): `unit` turns it into log2, of which the
 hardware has the exponential, and includes the scale where nothing else was done to the score.
 """
+# A kernel's parameters are tensors, strides and constants of the compiler, none of which has a Python type.
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import math
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from cbresearch.kernels import float8
-from cbresearch.kernels.checks import check_layout, check_tensors
-from cbresearch.kernels.layout import Device, Layout, Work, lay_out, power_of_two
+from cbresearch.kernels.checks import FLOATS, check_plan, check_pools, check_tensor
+from cbresearch.kernels.work_plan import Work, WorkPlan, plan_work, power_of_two
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
-_TILE_SPLITS = 16
+TILE_SPLITS = 16
 
 
 @triton.jit
-def _tanh(b_z, EXACT: tl.constexpr):
+def tanh(b_z, EXACT: tl.constexpr):
     """Return tanh, finite for any argument; EXACT keeps the relative precision of float32 around 0."""
     # 1 - 2 / (exp(2z) + 1) rather than a quotient of sums, which is NaN where exp overflows.
     b_tanh = 1.0 - 2.0 / (tl.exp2(b_z * (2.0 * LOG2_E)) + 1.0)
@@ -37,12 +38,12 @@ def _tanh(b_z, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(
+def attend_tile(
     b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
     stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-    o_position, b_slope, scale, unit, softcap, window,
+    o_position, scale, unit, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
-    MANTISSA: tl.constexpr, MASKED: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold one K/V tile into a running softmax: its accumulator, its sum and its maximum.
 
@@ -66,27 +67,19 @@ def _attend_tile(
     o_k = (i_block * stride_k_block + o_slot * stride_k_slot)[:, None]
     o_v = (i_block * stride_v_block + o_slot * stride_v_slot)[:, None]
     m_d = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    ZERO: tl.constexpr = 0 if MANTISSA else 0.0
     # Unwritten slots may hold NaN, which a weight of 0 does not undo: they are never read.
     if MASKED:
-        b_k = tl.load(p_k + o_k, mask=m_key[:, None] & m_d, other=ZERO)  # [TILE_KEYS, BLOCK_D]
-        b_v = tl.load(p_v + o_v, mask=m_key[:, None] & m_d, other=ZERO)
+        b_k = tl.load(p_k + o_k, mask=m_key[:, None] & m_d, other=0.0)  # [TILE_KEYS, BLOCK_D]
+        b_v = tl.load(p_v + o_v, mask=m_key[:, None] & m_d, other=0.0)
     elif HEAD_DIM < BLOCK_D:
-        b_k = tl.load(p_k + o_k, mask=m_d, other=ZERO)
-        b_v = tl.load(p_v + o_v, mask=m_d, other=ZERO)
+        b_k = tl.load(p_k + o_k, mask=m_d, other=0.0)
+        b_v = tl.load(p_v + o_v, mask=m_d, other=0.0)
     else:
         b_k = tl.load(p_k + o_k)
         b_v = tl.load(p_v + o_v)
-    if MANTISSA:
-        b_k = float8.decode(b_k, MANTISSA)
-        b_v = float8.decode(b_v, MANTISSA)
-    b_score = tl.dot(b_q, tl.trans(b_k.to(b_q.dtype)), input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
+    b_score = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")  # [TILE_ROWS, TILE_KEYS]
     if softcap is not None:
-        b_score = softcap * _tanh(b_score * (scale / softcap), b_q.dtype == tl.float32)
-    elif b_slope is not None:
-        b_score = b_score * scale
-    if b_slope is not None:
-        b_score += b_slope[:, None] * (o_key[None, :] - o_position[:, None])
+        b_score = softcap * tanh(b_score * (scale / softcap), b_q.dtype == tl.float32)
     if MASKED:
         m_score = m_key[None, :] & (o_key[None, :] <= o_position[:, None])
         if window is not None:
@@ -103,19 +96,19 @@ def _attend_tile(
     b_decay = tl.exp2((b_max - b_shift) * unit)
     b_sum = b_sum * b_decay + tl.sum(b_weight, 1)
     b_acc = b_acc * b_decay[:, None]
-    b_acc = tl.dot(b_weight.to(b_q.dtype), b_v.to(b_q.dtype), b_acc, input_precision="ieee")
+    b_acc = tl.dot(b_weight.to(b_q.dtype), b_v, b_acc, input_precision="ieee")
     return b_acc, b_sum, b_new_max
 
 
 @triton.jit
-def _attend_kernel(
-    q, k_cache, v_cache, out, partial_out, partial_lse, items, block_tables, alibi, sinks, k_scale, v_scale,
+def attend_kernel(
+    q, k_cache, v_cache, out, partial_out, partial_lse, items, block_tables, sinks,
     scale, softcap, window,
     stride_q_token, stride_q_head, stride_k_block, stride_k_slot, stride_k_head,
     stride_v_block, stride_v_slot, stride_v_head, stride_out_token, stride_out_head,
-    stride_table, stride_k_scale, stride_v_scale,
+    stride_table_seq,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, MANTISSA: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr, IS_WIDE: tl.constexpr,
 ):  # fmt: skip
     """Attend with one query tile of one KV head to one range of keys; a program per item and KV head.
@@ -144,14 +137,9 @@ def _attend_kernel(
     o_q = o_token * stride_q_token + o_head * stride_q_head
     b_q = tl.load(q + o_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [TILE_ROWS, BLOCK_D]
 
-    if k_scale is not None:
-        scale *= tl.load(k_scale + i_kv_head * stride_k_scale)
     unit = scale * LOG2_E
-    if softcap is not None or alibi is not None:
+    if softcap is not None:
         unit = LOG2_E
-    b_slope = None
-    if alibi is not None:
-        b_slope = tl.load(alibi + o_head, mask=m_row, other=0.0)
     b_max = tl.full([TILE_ROWS], float("-inf"), tl.float32)
     b_sum = tl.full([TILE_ROWS], 0.0, tl.float32)
     if sinks is not None:
@@ -161,7 +149,7 @@ def _attend_kernel(
         b_sum = tl.where(b_max > float("-inf"), 1.0, 0.0)
     b_acc = tl.full([TILE_ROWS, BLOCK_D], 0.0, tl.float32)
 
-    p_table = block_tables + i_seq.to(tl.int64) * stride_table
+    p_table = block_tables + i_seq.to(tl.int64) * stride_table_seq
     p_k = k_cache + i_kv_head.to(tl.int64) * stride_k_head + o_d[None, :]
     p_v = v_cache + i_kv_head.to(tl.int64) * stride_v_head + o_d[None, :]
     first = begin
@@ -171,27 +159,24 @@ def _attend_kernel(
         # Up to the first query's position every row sees every key, and masks would be lost time.
         whole = first + tl.maximum(tl.minimum(position + 1, end) - first, 0) // TILE_KEYS * TILE_KEYS
         for o_begin in range(first, whole, TILE_KEYS):
-            b_acc, b_sum, b_max = _attend_tile(
+            b_acc, b_sum, b_max = attend_tile(
                 b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
                 stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-                o_position, b_slope, scale, unit, softcap, window,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MANTISSA, MASKED=False,
+                o_position, scale, unit, softcap, window,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MASKED=False,
             )  # fmt: skip
         first = whole
     for o_begin in range(first, end, TILE_KEYS):
-        b_acc, b_sum, b_max = _attend_tile(
+        b_acc, b_sum, b_max = attend_tile(
             b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
             stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
-            o_position, b_slope, scale, unit, softcap, window,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MANTISSA, MASKED=True,
+            o_position, scale, unit, softcap, window,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MASKED=True,
         )  # fmt: skip
 
     # A row that saw no key has an accumulator of 0, and stays there.
     b_sum = tl.where(b_sum == 0.0, 1.0, b_sum)
-    b_inverse = 1.0 / b_sum
-    if v_scale is not None:
-        b_inverse *= tl.load(v_scale + i_kv_head * stride_v_scale)
-    b_acc = b_acc * b_inverse[:, None]
+    b_acc = b_acc * (1.0 / b_sum)[:, None]
     i_partial = tl.load(p_item + 6)
     if IS_SPLIT and i_partial >= 0:
         o_partial = (i_partial + o_query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + o_head
@@ -203,7 +188,7 @@ def _attend_kernel(
 
 
 @triton.jit
-def _merge_kernel(
+def merge_kernel(
     out, partial_out, partial_lse, merges, stride_out_token, stride_out_head,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE_SPLITS: tl.constexpr,
 ):  # fmt: skip
@@ -239,32 +224,13 @@ def _merge_kernel(
 
 
 def attend_arguments(
-    work: Work,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    out: Tensor,
-    partial_out: Tensor,
-    partial_lse: Tensor,
-    block_tables: Tensor,
-    *,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    alibi: Tensor | None,
+    work: Work, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, partial_out: Tensor,
+    partial_lse: Tensor, block_tables: Tensor, *, scale: float, window: int | None, softcap: float | None,
     sinks: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-    device: Device,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return the arguments of one launch of the attention kernel by name, the launch options included."""
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = k_cache.shape[1:3]
-    mantissa = float8.MANTISSA_BITS.get(k_cache.dtype, 0)
-    if mantissa and device.converts(k_cache.dtype):
-        mantissa = 0
-    elif mantissa:
-        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     strides = {
         f"stride_{name}_{axis}": stride
         for name, tensor, axes in (
@@ -272,59 +238,34 @@ def attend_arguments(
             ("k", k_cache, ("block", "slot", "head")),
             ("v", v_cache, ("block", "slot", "head")),
             ("out", out, ("token", "head")),
+            ("table", block_tables, ("seq",)),
         )
         for axis, stride in zip(axes, tensor.stride()[:-1], strict=True)
     }
-    return {
-        "q": q,
-        "k_cache": k_cache,
-        "v_cache": v_cache,
-        "out": out,
-        "partial_out": partial_out,
-        "partial_lse": partial_lse,
-        "items": work.items,
-        "block_tables": block_tables,
-        "alibi": alibi,
-        "sinks": sinks,
-        "k_scale": k_scale,
-        "v_scale": v_scale,
-        "scale": scale,
-        "softcap": softcap,
-        "window": window,
+    return dict(
+        q=q, k_cache=k_cache, v_cache=v_cache, out=out, partial_out=partial_out, partial_lse=partial_lse,
+        items=work.items, block_tables=block_tables, sinks=sinks, scale=scale, softcap=softcap, window=window,
         **strides,
-        "stride_table": block_tables.stride(0),
-        "stride_k_scale": int(k_scale is not None and k_scale.numel() > 1),
-        "stride_v_scale": int(v_scale is not None and v_scale.numel() > 1),
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": num_heads // num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "BLOCK_D": max(16, power_of_two(head_dim)),
-        "BLOCK_SIZE": block_size,
-        "TILE_ROWS": work.launch.tile_rows,
-        "TILE_KEYS": work.launch.tile_keys,
-        "MANTISSA": mantissa,
-        "IS_SPLIT": work.is_split,
-        "IS_WIDE": work.is_wide,
-        "num_warps": work.launch.num_warps,
-        "num_stages": work.launch.num_stages,
-        "enable_fp_fusion": True,
-    }
+        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
+        BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_SIZE=block_size,
+        TILE_ROWS=work.launch.tile_rows, TILE_KEYS=work.launch.tile_keys,
+        IS_SPLIT=work.is_split, IS_WIDE=work.is_wide,
+        num_warps=work.launch.num_warps, num_stages=work.launch.num_stages, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *,
     scale: float | None = None, window: int | None = None, softcap: float | None = None,
-    alibi: Tensor | None = None, sinks: Tensor | None = None,
-    k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-    layout: Layout | None = None, out: Tensor | None = None,
+    sinks: Tensor | None = None, plan: WorkPlan | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Attend from a ragged batch of queries to a paged cache, each query to its sequence up to itself.
 
     Args:
         q: `[num_tokens, num_heads, head_dim]` in float32, float16 or bfloat16, last stride 1.
-        k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` in the dtype of `q` or in float8, any
-            strides but the last, which is 1.
+        k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]` in the dtype of `q`, any strides but the
+            last, which is 1.
         v_cache: As `k_cache`.
         block_tables: int32 `[num_seqs, max_blocks]`: each sequence's blocks, in order; only the entries that
             a length covers are read, and they are not checked.
@@ -334,11 +275,8 @@ def paged_attention(
         scale: Factor on the scores, above 0; 1 / sqrt(head_dim) by default.
         window: A query at i sees a key at j where i - window < j <= i.
         softcap: Scores s become softcap * tanh(s / softcap).
-        alibi: float32 `[num_heads]`: slopes; slope * (j - i) is added after the cap.
         sinks: float32 `[num_heads]`: the score of one more key per query, whose value is 0; taken as it is.
-        k_scale: float32 `[1]` or `[num_kv_heads]`: factor on the keys of a float8 cache.
-        v_scale: As `k_scale`, on the values.
-        layout: What `lay_out` gives for these lengths and this window, once per step; then `seq_lens` and
+        plan: What `plan_work` gives for these lengths and this window, once per step; then `seq_lens` and
             `cu_seqlens_q` are not read, which on a GPU saves a wait.
         out: Where the result goes: the shape and dtype of `q`, last stride 1.
 
@@ -348,34 +286,39 @@ def paged_attention(
     Raises:
         ValueError: An argument does not fit; it is named.
     """
-    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
-    others = {"alibi": alibi, "sinks": sinks, "k_scale": k_scale, "v_scale": v_scale}
-    check_tensors(q, k_cache, v_cache, block_tables, out, others)
+    check_tensor("q", q, ("num_tokens", "num_heads", "head_dim"), FLOATS, q)
     num_heads, head_dim = q.shape[1:]
+    check_pools(k_cache, v_cache, ("num_kv_heads", head_dim), q)
     num_kv_heads = k_cache.shape[2]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"q has {num_heads} heads, which is no multiple of the {num_kv_heads} of k_cache")
+    check_tensor("block_tables", block_tables, ("num_seqs", "max_blocks"), (torch.int32,), q)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format) if out is None else out
+    check_tensor("out", out, tuple(q.shape), (q.dtype,), q)
+    if sinks is not None:
+        check_tensor("sinks", sinks, (num_heads,), (torch.float32,), q)
     scale = 1 / math.sqrt(head_dim) if scale is None else scale
     for name, number in (("scale", scale), ("softcap", softcap), ("window", window)):
         if number is not None and not number > 0:
             raise ValueError(f"{name} must be above 0, and is {number}")
-    if layout is None:
-        layout = lay_out(
+    if plan is None:
+        plan = plan_work(
             seq_lens, cu_seqlens_q, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim,
-            dtype=q.dtype, cache_dtype=k_cache.dtype, window=window, device=q.device,
+            dtype=q.dtype, window=window, device=q.device,
         )  # fmt: skip
-    check_layout(layout, q, k_cache, block_tables, window)
-    partials = (layout.num_partials, num_heads)
-    partial_out = torch.empty((*partials, head_dim), dtype=torch.float32, device=q.device)
-    partial_lse = torch.empty(partials, dtype=torch.float32, device=q.device)
-    for work in layout.works:
+    check_plan(plan, q, k_cache, block_tables, window)
+    partial_lse = torch.empty((plan.num_partials, num_heads), dtype=torch.float32, device=q.device)
+    partial_out = torch.empty((*partial_lse.shape, head_dim), dtype=torch.float32, device=q.device)
+    for work in plan.works:
         arguments = attend_arguments(
             work, q, k_cache, v_cache, out, partial_out, partial_lse, block_tables,
-            scale=scale, window=window, softcap=softcap, device=layout.device, **others,
+            scale=scale, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
-        _attend_kernel[(len(work.items) * num_kv_heads,)](**arguments)
-    if len(layout.merges):
-        _merge_kernel[(len(layout.merges) * num_heads,)](
-            out, partial_out, partial_lse, layout.merges, *out.stride()[:2],
+        attend_kernel[(len(work.items) * num_kv_heads,)](**arguments)
+    if len(plan.merges):
+        merge_kernel[(len(plan.merges) * num_heads,)](
+            out, partial_out, partial_lse, plan.merges, *out.stride()[:2],
             NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=max(16, power_of_two(head_dim)),
-            TILE_SPLITS=_TILE_SPLITS, enable_fp_fusion=True,
+            TILE_SPLITS=TILE_SPLITS, enable_fp_fusion=True,
         )  # fmt: skip
     return out

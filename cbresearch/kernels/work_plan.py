@@ -1,7 +1,8 @@
 """Plan a call of the paged attention on the host: which program computes which queries over which keys."""
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -44,12 +45,6 @@ class Device:
             return cls("hip", 0, properties.multi_processor_count)
         return cls("cuda", properties.major * 10 + properties.minor, properties.multi_processor_count)
 
-    def converts(self, dtype: torch.dtype) -> bool:
-        """Tell whether kernels may load a float8 dtype as it is; NVIDIA learned e4m3 with capability 8.9."""
-        if self.backend == "interpreter":
-            return False
-        return self.backend == "hip" or self.arch >= 89 or dtype == torch.float8_e5m2
-
 
 @dataclass(frozen=True, slots=True)
 class Launch:
@@ -68,14 +63,22 @@ class Launch:
     num_stages: int
 
 
+# Launches of prefill chunks by arithmetic, "exact" for float32 without tensor cores: the elements of the
+# widest head that each is for, and the launch, with as many rows as its accumulator leaves registers for.
+_CHUNK_LAUNCHES = {
+    "exact": ((math.inf, Launch(32, 16, 8, 1)),),
+    "hip": ((128, Launch(128, 32, 4, 1)), (math.inf, Launch(64, 32, 4, 1))),
+    "ampere": ((64, Launch(128, 64, 8, 3)), (128, Launch(128, 32, 8, 3)), (math.inf, Launch(64, 32, 8, 2))),
+    "hopper": ((128, Launch(128, 64, 8, 3)), (math.inf, Launch(128, 32, 8, 3))),
+}
+
+
 def power_of_two(number: int) -> int:
     """Return the least power of two that is not below `number`."""
     return 1 << max(number - 1, 0).bit_length()
 
 
-def choose_launch(
-    head_dim: int, group: int, num_queries: int, dtype: torch.dtype, cache_dtype: torch.dtype, device: Device
-) -> Launch:
+def choose_launch(head_dim: int, group: int, num_queries: int, dtype: torch.dtype, device: Device) -> Launch:
     """Choose tile sizes, warps and stages.
 
     A decode is bound by bandwidth: its tile is as narrow as tensor cores allow (16 rows) and small, so that
@@ -86,38 +89,22 @@ def choose_launch(
         head_dim: Elements of a head.
         group: Query heads of one KV head.
         num_queries: Most queries of a sequence in this launch.
-        dtype: Of the queries, in which tiles are multiplied.
-        cache_dtype: Of the cache.
+        dtype: Of queries, keys and values.
         device: Where it runs.
     """
     narrow_rows = max(16, power_of_two(group))
     rows = power_of_two(num_queries * group)
     width = max(16, power_of_two(head_dim))
     is_hip = device.backend == "hip"
-    # Without tensor cores, and where float8 is decoded bit by bit, operands take more registers. The
-    # interpreter has none, and its float32 stands in for the half precisions.
+    # The interpreter has no registers to run out of, and its float32 stands in for the half precisions.
     is_exact = dtype == torch.float32 and device.backend != "interpreter"
-    is_decoded = cache_dtype.itemsize == 1 and not device.converts(cache_dtype) and device.backend == "cuda"
     if rows <= narrow_rows:
-        # Each thread loads 16 bytes of K and of V; on NVIDIA twice that of float8, since a pipeline, which
-        # keeps the next 16 under way, would shorten its loads of V to 8.
-        is_byte = cache_dtype.itemsize == 1
-        tile_bytes = 128 * 16 * (2 if is_byte or is_hip else 1)
-        tile_keys = max(16, tile_bytes // (width * cache_dtype.itemsize))
-        return Launch(narrow_rows, tile_keys, 4, 1 if is_hip or is_exact or is_byte else 3)
-    if is_exact:
-        return Launch(max(narrow_rows, min(rows, 32)), 16, 8, 1)
-    if is_hip:
-        return Launch(max(narrow_rows, min(rows, 128 if width <= 128 else 64)), 32, 4, 1)
-    if is_decoded:
-        small = width > 128
-        return Launch(
-            max(narrow_rows, min(rows, 32 if small else 64)), 32 if small else 64, 4 if small else 8, 1
-        )
-    if device.arch < 90:
-        tile_rows = max(narrow_rows, min(rows, 128 if width <= 128 else 64))
-        return Launch(tile_rows, 64 if width <= 64 else 32, 8, 2 if width > 128 else 3)
-    return Launch(max(narrow_rows, min(rows, 128)), 64 if width <= 128 else 32, 8, 3)
+        # Each thread loads 16 bytes of K and of V, on AMD twice that.
+        tile_keys = max(16, 128 * 16 * (1 + is_hip) // (width * dtype.itemsize))
+        return Launch(narrow_rows, tile_keys, 4, 1 if is_hip or is_exact else 3)
+    arithmetic = "exact" if is_exact else "hip" if is_hip else "hopper" if device.arch >= 90 else "ampere"
+    launch = next(launch for widest, launch in _CHUNK_LAUNCHES[arithmetic] if width <= widest)
+    return replace(launch, tile_rows=max(narrow_rows, min(rows, launch.tile_rows)))
 
 
 def choose_split_keys(num_keys: np.ndarray, num_heads: int, programs: int) -> int:
@@ -172,7 +159,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class WorkPlan:
     """Hold the work of one call, made once per step and used by every layer of one shape and window.
 
     Attributes:
@@ -184,7 +171,6 @@ class Layout:
         num_seqs: Sequences.
         longest: Tokens of the longest sequence.
         heads: Query heads, KV heads, and elements of a head.
-        device: What the launches were chosen for.
     """
 
     works: tuple[Work, ...]
@@ -195,10 +181,9 @@ class Layout:
     num_seqs: int
     longest: int
     heads: tuple[int, int, int]
-    device: Device
 
 
-def lay_out(
+def plan_work(
     seq_lens: Tensor | np.ndarray | Sequence[int],
     cu_seqlens_q: Tensor | np.ndarray | Sequence[int],
     *,
@@ -206,12 +191,12 @@ def lay_out(
     num_kv_heads: int,
     head_dim: int,
     dtype: torch.dtype,
-    cache_dtype: torch.dtype | None = None,
     window: int | None = None,
     device: torch.device | str = "cpu",
     target: Device | None = None,
     split_keys: int | None = None,
-) -> Layout:
+    num_splits: int | None = None,
+) -> WorkPlan:
     """Plan one call of `paged_attention`.
 
     A query tile holds the query heads of one KV head for as many queries as fit, so that a K/V tile is loaded
@@ -223,12 +208,12 @@ def lay_out(
         num_heads: Query heads.
         num_kv_heads: KV heads.
         head_dim: Elements of a head.
-        dtype: Of the queries.
-        cache_dtype: Of the cache, if it is another.
+        dtype: Of queries, keys and values.
         window: Keys that a query sees at most, itself included.
         device: Where the kernel runs.
         target: What to choose for; what `device` is by default.
         split_keys: Keys of one split; `choose_split_keys` by default.
+        num_splits: Splits of every tile, some of them empty, in place of a number of keys.
 
     Raises:
         ValueError: A length cannot be; its argument is named.
@@ -242,44 +227,42 @@ def lay_out(
         raise ValueError(f"cu_seqlens_q must rise from 0 in {len(lens) + 1} steps, and is {cu.tolist()}")
     counts = np.diff(cu)
     group = num_heads // num_kv_heads
-    cache_dtype = cache_dtype or dtype
-    narrow_rows = choose_launch(head_dim, group, 1, dtype, cache_dtype, target).tile_rows
-    planned: list[tuple[Launch, np.ndarray, bool]] = []
+    narrow_rows = choose_launch(head_dim, group, 1, dtype, target).tile_rows
+    launches: list[tuple[Launch, bool]] = []
+    arrays: list[np.ndarray] = []
     merges = [np.empty((0, len(MERGE_FIELDS)), np.int64)]
     num_partials = 0
     for is_wide in (False, True):
         sequences = np.flatnonzero((counts > 0) & ((counts * group > narrow_rows) == is_wide))
         if not len(sequences):
             continue
-        launch = choose_launch(head_dim, group, int(counts[sequences].max()), dtype, cache_dtype, target)
+        launch = choose_launch(head_dim, group, int(counts[sequences].max()), dtype, target)
         tiles = _tiles(sequences, lens, cu, launch.tile_rows // group, window)
-        length = split_keys or choose_split_keys(
-            tiles["end"] - tiles["begin"],
-            num_kv_heads,
-            resident_programs(launch, head_dim, cache_dtype.itemsize, is_wide, target),
-        )
-        items, merged, num_partials = _split(tiles, length, launch.tile_keys, num_partials)
-        planned.append((launch, items, is_wide))
+        keys = split_keys
+        if keys is None and num_splits is None:
+            programs = resident_programs(launch, head_dim, dtype.itemsize, is_wide, target)
+            keys = choose_split_keys(tiles["end"] - tiles["begin"], num_kv_heads, programs)
+        items, merged, num_partials = _split(tiles, launch.tile_keys, keys, num_splits, num_partials)
+        launches.append((launch, is_wide))
+        arrays.append(items)
         merges.append(merged)
-    arrays = [*(items for _, items, _ in planned), np.concatenate(merges)]
+    arrays.append(np.concatenate(merges))
     # One copy to the device for everything.
     flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32)).to(device)
-    pieces = flat.split([array.size for array in arrays])
-    tensors = [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
-    partial = ITEM_FIELDS.index("partial")
-    return Layout(
+    pieces = torch.split(flat, [array.size for array in arrays])
+    *items_of, merges_of = [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
+    return WorkPlan(
         works=tuple(
-            Work(launch, tensor, bool((items[:, partial] >= 0).any()), is_wide)
-            for (launch, items, is_wide), tensor in zip(planned, tensors[:-1], strict=True)
+            Work(launch, tensor, bool((items[:, ITEM_FIELDS.index("partial")] >= 0).any()), is_wide)
+            for (launch, is_wide), tensor, items in zip(launches, items_of, arrays[:-1], strict=True)
         ),
-        merges=tensors[-1],
+        merges=merges_of,
         num_partials=num_partials,
         window=window,
         num_tokens=int(cu[-1]),
         num_seqs=len(lens),
         longest=int(lens.max(initial=0)),
         heads=(num_heads, num_kv_heads, head_dim),
-        device=target,
     )
 
 
@@ -291,56 +274,58 @@ def _on_host(name: str, values: Tensor | np.ndarray | Sequence[int]) -> np.ndarr
     return array.astype(np.int64)
 
 
+def _expand(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return, for `counts[n]` elements of each group n, the group of each element and its place in there."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
+
+
 def _tiles(
     sequences: np.ndarray, lens: np.ndarray, cu: np.ndarray, tile_queries: int, window: int | None
 ) -> dict[str, np.ndarray]:
     """Cut the queries of some sequences into tiles, and find the keys that each tile reads."""
-    counts = np.diff(cu)[sequences]
-    tiles = -(-counts // tile_queries)
-    sequence = np.repeat(sequences, tiles)
-    first = (np.arange(len(sequence)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_queries
-    num_queries = np.minimum(np.repeat(counts, tiles) - first, tile_queries)
-    position = lens[sequence] - np.repeat(counts, tiles) + first
+    of, place = _expand(-(-np.diff(cu)[sequences] // tile_queries))
+    sequence, first = sequences[of], place * tile_queries
+    counts = np.diff(cu)[sequence]
+    num_queries = np.minimum(counts - first, tile_queries)
+    position = lens[sequence] - counts + first
     end = np.maximum(position + num_queries, 0)
     begin = np.zeros_like(end) if window is None else np.clip(position - window + 1, 0, end)
     order = np.argsort(begin - end, kind="stable")
-    columns = {
-        "sequence": sequence,
-        "token": cu[sequence] + first,
-        "num_queries": num_queries,
-        "position": position,
-        "begin": begin,
-        "end": end,
-    }
-    return {name: column[order] for name, column in columns.items()}
+    token = cu[sequence] + first
+    columns = (sequence, token, num_queries, position, begin, end)
+    return {name: column[order] for name, column in zip(ITEM_FIELDS, columns, strict=False)}
 
 
 def _split(
-    tiles: dict[str, np.ndarray], length: int, tile_keys: int, num_partials: int
+    tiles: dict[str, np.ndarray],
+    tile_keys: int,
+    split_keys: int | None,
+    num_splits: int | None,
+    num_partials: int,
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Cut the keys of each tile into splits, and return the items, the merges and the partial rows so far."""
     # Splits begin at whole tiles, so that only a sequence's last tile is part empty.
-    length = -(-length // tile_keys) * tile_keys
-    start = tiles["begin"] // tile_keys * tile_keys
-    splits = np.maximum(-(-(tiles["end"] - start) // length), 1)
-    tile = np.repeat(np.arange(len(splits)), splits)
-    i_split = np.arange(len(tile)) - np.repeat(np.cumsum(splits) - splits, splits)
-    begin = np.maximum(start[tile] + i_split * length, tiles["begin"][tile])
-    end = np.minimum(start[tile] + (i_split + 1) * length, tiles["end"][tile])
-    rows = np.where(splits > 1, splits * tiles["num_queries"], 0)
+    first = tiles["begin"] // tile_keys * tile_keys
+    num_keys = tiles["end"] - first
+    length = np.full_like(first, split_keys) if num_splits is None else -(-num_keys // num_splits)
+    length = np.maximum(-(-length // tile_keys), 1) * tile_keys
+    splits = np.maximum(-(-num_keys // length), 1)
+    if num_splits is not None:
+        splits[:] = num_splits
+    tile, i_split = _expand(splits)
+    queries = tiles["num_queries"]
+    rows = np.where(splits > 1, splits * queries, 0)
     first_partial = num_partials + np.cumsum(rows) - rows
-    partial = np.where(splits[tile] > 1, first_partial[tile] + i_split * tiles["num_queries"][tile], -1)
-    items = np.stack(
-        [tiles[name][tile] for name in ("sequence", "token", "num_queries", "position")]
-        + [begin, end, partial, (i_split == 0).astype(np.int64)],
-        axis=1,
-    )
+    items = {name: column[tile] for name, column in tiles.items()}
+    low = first[tile] + i_split * length[tile]
+    items["begin"] = np.maximum(low, items["begin"])
+    items["end"] = np.minimum(low + length[tile], items["end"])
+    items["partial"] = np.where(splits[tile] > 1, first_partial[tile] + i_split * queries[tile], -1)
+    items["is_first"] = i_split == 0
     merged = np.flatnonzero(splits > 1)
-    queries = tiles["num_queries"][merged]
-    of = np.repeat(merged, queries)
-    i_query = np.arange(len(of)) - np.repeat(np.cumsum(queries) - queries, queries)
-    merges = np.stack(
-        [tiles["token"][of] + i_query, first_partial[of] + i_query, tiles["num_queries"][of], splits[of]],
-        axis=1,
-    )
-    return items, merges, num_partials + int(rows.sum())
+    of, i_query = _expand(queries[merged])
+    of = merged[of]
+    merges = (tiles["token"][of] + i_query, first_partial[of] + i_query, queries[of], splits[of])
+    columns = [items[name] for name in ITEM_FIELDS]
+    return np.stack(columns, axis=1), np.stack(merges, axis=1), num_partials + int(rows.sum())
