@@ -22,9 +22,6 @@ _FLAGS = [
     *("-fno-math-errno", "-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"),
 ]
 
-# Of more rows PyTorch's product is as fast: it arranges the weights anew each time, which these pay for.
-MAX_ROWS = 32
-
 _POINTERS = ("q", "k", "v", "sinks", "out", "kv", "step")
 _INTEGERS = (
     *("q_token", "q_head", "k_token", "k_head", "v_token", "v_head"),
@@ -85,9 +82,9 @@ def library() -> ctypes.CDLL:
                 "CBRESEARCH_CACHE, or use the backend 'torch'"
             ) from error
     loaded = ctypes.CDLL(str(target))
-    loaded.cbresearch_linear.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3, ctypes.c_int)
+    loaded.cbresearch_linear.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3)
     loaded.cbresearch_linear.restype = None
-    loaded.cbresearch_paged_attention.argtypes = (ctypes.POINTER(_Call), ctypes.c_int)
+    loaded.cbresearch_paged_attention.argtypes = (ctypes.POINTER(_Call),)
     loaded.cbresearch_paged_attention.restype = None
     return loaded
 
@@ -95,12 +92,12 @@ def library() -> ctypes.CDLL:
 def _compile(compiler: str, *arguments: str) -> str:
     done = subprocess.run([compiler, *_FLAGS, *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
-        raise ValueError(f"the C++ compiler {compiler!r} fails on the native attention:\n{done.stderr}")
+        raise ValueError(f"the C++ compiler {compiler!r} fails on the C++ code:\n{done.stderr[:2000]}")
     return done.stdout
 
 
 def native_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weight.T + bias`; up to `MAX_ROWS` rows, each is bit for bit the same in any company.
+    """Return `x @ weight.T + bias`, each row of which is bit for bit the same in any company.
 
     Args:
         x: float32 `[..., num_inputs]`.
@@ -108,8 +105,8 @@ def native_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         bias: float32 `[num_outputs]`.
     """
     num_outputs, num_inputs = weight.shape
-    num_rows = x.numel() // num_inputs
-    if num_rows > MAX_ROWS:
+    if weight.dtype != x.dtype or x.dtype != torch.float32:
+        # The model was moved to another type meanwhile; PyTorch says what is wrong with that.
         return linear(x, weight, bias)
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], num_outputs)
@@ -118,10 +115,9 @@ def native_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
-        num_rows,
+        x.numel() // num_inputs,
         num_inputs,
         num_outputs,
-        torch.get_num_threads(),
     )
     return out
 
@@ -186,7 +182,7 @@ def native_attention(
         scale,
         softcap,
     )
-    library().cbresearch_paged_attention(call, torch.get_num_threads())
+    library().cbresearch_paged_attention(call)
     return out
 
 

@@ -8,7 +8,8 @@ import torch
 
 from cbresearch.attention import PagedCache, PagedStep, batch_order, choose_backend
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
-from cbresearch.engine.forward import CompiledForward, EagerForward, Forward, GraphForward
+from cbresearch.cpu.forward import CompiledForward, NativeForward
+from cbresearch.engine.forward import EagerForward, Forward, GraphForward
 from cbresearch.engine.sampler import Choice, Row, Sampler
 from cbresearch.engine.text import TextStream
 from cbresearch.engine.timing import DeviceTimer
@@ -62,7 +63,7 @@ class ModelExecutor:
             loaded.shape,
             cache,
             windows=layer_windows(model.config, loaded.shape.num_layers),
-            backend=choose_backend("native" if compile else backend, loaded.shape, model.device, model.dtype),
+            backend=choose_backend("native" if compile else backend, loaded.shape, model.device),
             dtype=model.dtype,
             device=model.device,
             fill=fill,
@@ -72,7 +73,7 @@ class ModelExecutor:
             longest = min(cache.num_tokens, loaded.shape.max_model_len or cache.num_tokens)
             self._run_model = GraphForward(model, self.cache, scheduler.max_num_seqs, longest)
         else:
-            self._run_model = (CompiledForward if compile else EagerForward)(model, self.cache)
+            self._run_model = CompiledForward(model) if compile else NativeForward(model) if backend=='native' else EagerForward(model, self.cache)
         self._clock = clock
         self._block_size = cache.block_size
         self._token_ids = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
