@@ -2,10 +2,10 @@
 
 import copy
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +16,59 @@ from cbresearch.attention import ATTENTION_NAME, PagedStep
 from cbresearch.config import ModelShape
 from cbresearch.cpu.library import library, native_attention, native_linear
 
-_log = logging.getLogger(__name__)
+
+def is_native(backend: str | None, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a model runs in C++: where that is asked for, and by default wherever it can.
+
+    Args:
+        backend: What is asked for, or None.
+        shape: The model's.
+        device: Where it runs.
+        dtype: Its element type.
+
+    Raises:
+        ValueError: "native" is asked for, and the model is of another kind or the C++ code cannot be built.
+    """
+    if backend not in (None, "native"):
+        return False
+    if device.type != "cpu" or dtype != torch.float32 or shape.latent_dim is not None:
+        if backend is None:
+            return False
+        raise ValueError(
+            "the backend 'native' and compiled models are for float32 on a CPU, not for latents; this "
+            f"model is {dtype} on {device.type}{'' if shape.latent_dim is None else ', with latents'}"
+        )
+    if backend is None:
+        return _can_build()
+    library()
+    return True
+
+
+@cache
+def _can_build() -> bool:
+    """Return whether the C++ code is there; where it is not, say so once."""
+    try:
+        library()
+    except ValueError as problem:
+        logging.getLogger(__name__).warning("models run more slowly, all in PyTorch: %s", problem)
+        return False
+    return True
+
+
+@contextmanager
+def native_threads() -> Iterator[None]:
+    """Hand the threads that PyTorch may use over to the C++ code, which waits for none that has no core.
+
+    PyTorch's own operators take one thread meanwhile: they are short, and at the end of each the others would
+    be waited for.
+    """
+    number = torch.get_num_threads()
+    library().cbresearch_use_threads(number)
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
 
 
 class CpuStep(NamedTuple):
@@ -68,32 +120,19 @@ class NativeLinear(nn.Linear):
         return native_linear(input, self.weight, self.bias)
 
 
-@contextmanager
-def _threads_of_ours() -> Iterator[None]:
-    """Hand PyTorch's threads over to the C++ code, which never waits for one that has no core.
-
-    PyTorch's own operators take part with one thread: they are short, and at the end of each the others would
-    be waited for.
-    """
-    number = torch.get_num_threads()
-    library().cbresearch_use_threads(number)
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(number)
-
-
 class NativeForward:
     """Call a model with its linear layers and its attention in C++.
 
-    The model stays as it is: what runs is a copy of its modules, which shares all weights.
+    The model stays as it is: what runs is a copy of its modules, which shares all weights. Layers of other
+    kinds, and what a model multiplies without a layer, are PyTorch's.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         self._model = copy.deepcopy(model, memo=shared)
-        self._model.base_model.set_attn_implementation(ATTENTION_NAME)
+        inner = self._model.base_model
+        assert isinstance(inner, PreTrainedModel)
+        inner.set_attn_implementation(ATTENTION_NAME)
         for module in self._model.modules():
             # A subclass may compute something else.
             if type(module) is nn.Linear and module.weight.is_contiguous():
@@ -102,9 +141,8 @@ class NativeForward:
     @torch.inference_mode()
     def __call__(self, token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> Tensor:
         """Return the logits `[num places, vocab]` behind some places of a step."""
-        arrays = (token_ids[None], step.positions[None], places)
-        with _threads_of_ours():
-            return self._logits(*map(torch.from_numpy, arrays), CpuStep.of(step))
+        ids, positions = torch.from_numpy(token_ids)[None], torch.from_numpy(step.positions)[None]
+        return self._logits(ids, positions, torch.from_numpy(places), CpuStep.of(step))
 
     def _logits(self, token_ids: Tensor, positions: Tensor, places: Tensor, step: CpuStep) -> Tensor:
         outputs = self._model(
@@ -123,10 +161,11 @@ class CompiledForward(NativeForward):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self._compiled = torch.compile(
+        self._compiled: Callable[..., Tensor] = torch.compile(  # type: ignore[call-overload]
             self._logits,
             fullgraph=True,
             dynamic=False,
+            # Without guards on whose it is, another model would otherwise get what was compiled for this one.
             isolate_recompiles=True,
             options={"guard_filter_fn": _keep_guards, "size_asserts": False},
         )
@@ -140,12 +179,14 @@ class CompiledForward(NativeForward):
             token_ids, positions = token_ids.repeat(2), positions.repeat(2)
         if num == 1:
             places = places.repeat(2)
-        ids, at, keep = map(torch.from_numpy, (token_ids[None], positions[None], places))
-        cpu_step = CpuStep.of(step)
+        ids, at = torch.from_numpy(token_ids)[None], torch.from_numpy(positions)[None]
+        keep, cpu_step = torch.from_numpy(places), CpuStep.of(step)
         for tensor, axis in ((ids, 1), (at, 1), (keep, 0), (cpu_step.packed, 0)):
-            torch._dynamo.mark_dynamic(tensor, axis)
+            torch._dynamo.mark_dynamic(tensor, axis)  # noqa: SLF001 - there is no public name for it.
         return self._compiled(ids, at, keep, cpu_step)[:num]
 
 
-def _keep_guards(guards):
-    return [False] * len(guards)
+def _keep_guards(guards: Sequence[Any]) -> list[bool]:
+    """Keep those on what differs from step to step: the modules are this forward's own and stay as they are."""
+    changing = ("L['token_ids']", "L['positions']", "L['places']", "L['step'].packed", "L['step'][1]")
+    return [guard.name.startswith(changing) for guard in guards]

@@ -229,8 +229,6 @@ def _single_steps(paged: PagedStep) -> list[PagedStep]:
         is_stored[paged.stored.cpu().numpy()] = True
     one = np.ones(1, dtype=np.int64)
     return [
-        PagedStep(
-            paged.cache, tables[at : at + 1], paged.positions[at : at + 1], one, is_stored[at : at + 1]
-        )
+        PagedStep(paged.cache, tables[at : at + 1], paged.positions[at : at + 1], one, is_stored[at : at + 1])
         for at in range(len(tables))
     ]

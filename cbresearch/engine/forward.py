@@ -1,9 +1,7 @@
-"""Run a step's tokens through the model: as it is, as captured graphs, or compiled."""
+"""Run a step's tokens through the model in PyTorch: as it is, or as captured graphs."""
 
-import copy
 import inspect
-from collections.abc import Callable, Sequence
-from types import FunctionType, MethodType
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,14 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cbresearch.attention import (
-    ATTENTION_NAME,
-    LatentCache,
-    PagedCache,
-    PagedStep,
-    StaticStep,
-    paged_model,
-)
+from cbresearch.attention import LatentCache, PagedCache, PagedStep, StaticStep, paged_model
 
 # Token ids, the step, and the places whose logits are wanted, to logits `[num places, vocab]`.
 Forward = Callable[[np.ndarray, PagedStep, np.ndarray], Tensor]
@@ -41,7 +32,7 @@ class EagerForward:
         # Such models hand over what there is to cache before they attend.
         latents = {self._cache_argument: LatentCache(step)} if self._has_latents else {}
         with paged_model(self._model):
-            return self._model(
+            logits: Tensor = self._model(
                 input_ids=torch.from_numpy(token_ids)[None].to(device),
                 position_ids=torch.from_numpy(step.positions)[None].to(device),
                 use_cache=False,
@@ -49,6 +40,7 @@ class EagerForward:
                 paged=step,
                 **latents,
             ).logits[0]
+        return logits
 
 
 class GraphForward:
@@ -131,5 +123,3 @@ class GraphForward:
             return logits
 
         return replay
-
-
