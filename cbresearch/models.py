@@ -139,12 +139,18 @@ def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None
 def _refuse_unsupported(name: str, config: dict[str, Any]) -> None:
     """Refuse what the engine would answer wrongly.
 
-    These are recurrent layers, queries that see later tokens, and positions that depend on company.
+    These are recurrent layers, attention past transformers' interface, queries that see later tokens, and
+    positions that depend on company.
     """
     kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if kinds:
         raise ValueError(
             f"model {name!r} has layers of the kinds {sorted(kinds)}, which keep no paged KV cache"
+        )
+    if config.get("model_type") in ("bloom", "mpt", "falcon"):
+        raise ValueError(
+            f"model {name!r} is of the family {config['model_type']!r}, whose layers compute their attention "
+            "themselves, ALiBi included; take a model that uses transformers' attention interface"
         )
     if config.get("use_bidirectional_attention"):
         raise ValueError(f"model {name!r} attends to later tokens, which are not there yet when it generates")

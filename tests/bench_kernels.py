@@ -25,9 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from cbresearch.kernels import reference
-from cbresearch.kernels.layout import lay_out
-from cbresearch.kernels.paged_attention import paged_attention
+from cbresearch.kernels import paged_attention, plan_work, reference_attention
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 32, 8, 128
 BLOCK_SIZE = 16
@@ -69,7 +67,7 @@ def milliseconds(run: Callable[[], object]) -> tuple[float, float, float]:
 
 
 def pool(
-    lengths: np.ndarray, dtype: torch.dtype, cache_dtype: torch.dtype, head_dim: int, num_kv_heads: int
+    lengths: np.ndarray, dtype: torch.dtype, head_dim: int, num_kv_heads: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return K, V and permuted block tables; what no sequence owns is NaN."""
     counts = -(-lengths // BLOCK_SIZE)
@@ -87,37 +85,35 @@ def pool(
         for row, length in enumerate(lengths):
             if length % BLOCK_SIZE:
                 cache[int(tables[row, length // BLOCK_SIZE]), length % BLOCK_SIZE :] = math.nan
-        caches.append(cache.to(cache_dtype))
+        caches.append(cache)
     return *caches, tables.cuda()
 
 
 def make(
     lengths: list[int], queries: list[int], *, dtype: torch.dtype = torch.bfloat16,
-    cache_dtype: torch.dtype | None = None, heads: tuple[int, int, int] = (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM),
-    **options: object,
+    heads: tuple[int, int, int] = (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), **options: object,
 ) -> tuple[list[torch.Tensor], dict[str, object]]:  # fmt: skip
-    """Return the positional arguments and the options of one call, its layout included."""
+    """Return the positional arguments and the options of one call, its plan included."""
     torch.manual_seed(0)
-    cache_dtype = cache_dtype or dtype
     num_heads, num_kv_heads, head_dim = heads
-    k_cache, v_cache, tables = pool(np.array(lengths), dtype, cache_dtype, head_dim, num_kv_heads)
+    k_cache, v_cache, tables = pool(np.array(lengths), dtype, head_dim, num_kv_heads)
     cu = np.cumsum([0, *queries])
-    layout = lay_out(
+    plan = plan_work(
         lengths, cu, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype,
-        cache_dtype=cache_dtype, window=options.get("window"), device="cuda",
+        window=options.get("window"), device="cuda",
     )  # fmt: skip
     q = torch.randn(int(cu[-1]), num_heads, head_dim, device="cuda", dtype=dtype)
     on_device = [torch.tensor(row, dtype=torch.int32, device="cuda") for row in (lengths, cu)]
-    return [q, k_cache, v_cache, tables, *on_device], {**options, "layout": layout}
+    return [q, k_cache, v_cache, tables, *on_device], {**options, "plan": plan}
 
 
 def errors(tensors: list[torch.Tensor], options: dict[str, object]) -> float:
     """Return our largest error against float64 over that of PyTorch, and refuse what is not finite."""
     out = torch.full_like(tensors[0], math.nan)
     ours = paged_attention(*tensors, **options, out=out)
-    plain = {name: value for name, value in options.items() if name != "layout"}
-    exact = reference.paged_attention(*tensors, **plain)
-    low = reference.paged_attention(*tensors, **plain, dtype=tensors[0].dtype)
+    plain = {name: value for name, value in options.items() if name != "plan"}
+    exact = reference_attention(*tensors, **plain)
+    low = reference_attention(*tensors, **plain, dtype=tensors[0].dtype)
     if not ours.isfinite().all():
         raise SystemExit("the kernel's result is not finite")
     rounding = torch.finfo(tensors[0].dtype).eps * float(exact.abs().max())
@@ -126,7 +122,6 @@ def errors(tensors: list[torch.Tensor], options: dict[str, object]) -> float:
 
 def correctness() -> Iterator[tuple[str, float]]:
     """Yield what was tried and its error over PyTorch's."""
-    ones = lambda n: torch.ones(n, device="cuda")  # noqa: E731
     mixed = {"lengths": [1, 700, 64, 0, 257, 3000], "queries": [1, 1, 64, 1, 40, 200]}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for heads in (
@@ -140,12 +135,8 @@ def correctness() -> Iterator[tuple[str, float]]:
         ):
             name = f"{dtype}".removeprefix("torch.")
             yield f"{name}, heads {heads}", errors(*make(**mixed, dtype=dtype, heads=heads))
-    slopes = 2.0 ** (-torch.arange(1, 33, device="cuda") / 4)
-    for options in ({"window": 100}, {"softcap": 30.0}, {"alibi": slopes}, {"sinks": ones(32)}):
+    for options in ({"window": 100}, {"softcap": 30.0}, {"sinks": torch.ones(32, device="cuda")}):
         yield f"bfloat16, {next(iter(options))}", errors(*make(**mixed, **options))
-    for cache_dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-        scales = {"k_scale": ones(8) * 0.5, "v_scale": ones(8) * 2}
-        yield f"{cache_dtype} cache", errors(*make(**mixed, cache_dtype=cache_dtype, **scales))
 
 
 def sdpa(tensors: list[torch.Tensor], length: int, queries: int) -> Callable[[], object]:
@@ -222,15 +213,12 @@ def measure_product(size: int) -> tuple[tuple[float, float, float], float]:
     return times, 2 * size**3 / times[1] / 1e9
 
 
-def contestants(
-    num_seqs: int, length: int, queries: int, cache_dtype: torch.dtype
-) -> Iterator[tuple[str, Callable[[], object]]]:
+def contestants(num_seqs: int, length: int, queries: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Yield every way to compute one batch, by name."""
-    tensors, options = make([length] * num_seqs, [queries] * num_seqs, cache_dtype=cache_dtype)
+    tensors, options = make([length] * num_seqs, [queries] * num_seqs)
     yield "ours", lambda: paged_attention(*tensors, **options)
-    if cache_dtype == torch.bfloat16:
-        yield "SDPA, contiguous", sdpa(tensors, length, queries)
-        yield from others(tensors, length, queries)
+    yield "SDPA, contiguous", sdpa(tensors, length, queries)
+    yield from others(tensors, length, queries)
 
 
 def measure(card: str) -> Iterator[Row]:
@@ -247,15 +235,13 @@ def measure(card: str) -> Iterator[Row]:
     yield row("copy of 1 GiB", "torch", copy, 2 << 30, peak_bytes)
     yield row("matrix product of 8192 cubed, bfloat16", "torch", product, 2 * 8192**3, peak_flops)
     for num_seqs, length in DECODES:
-        for cache_dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            size = 2 * num_seqs * length * NUM_KV_HEADS * HEAD_DIM * cache_dtype.itemsize
-            case = f"decode, {num_seqs} x {length}, {str(cache_dtype).removeprefix('torch.')}"
-            for who, run in contestants(num_seqs, length, 1, cache_dtype):
-                yield row(case, who, milliseconds(run), size, peak_bytes)
+        size = 2 * num_seqs * length * NUM_KV_HEADS * HEAD_DIM * torch.bfloat16.itemsize
+        for who, run in contestants(num_seqs, length, 1):
+            yield row(f"decode, {num_seqs} x {length}, bfloat16", who, milliseconds(run), size, peak_bytes)
     for num_seqs, length in PREFILLS:
         # Half of the square, in each of two products.
         flops = 2 * num_seqs * length * (length + 1) * NUM_HEADS * HEAD_DIM
-        for who, run in contestants(num_seqs, length, length, torch.bfloat16):
+        for who, run in contestants(num_seqs, length, length):
             yield row(f"prefill, {num_seqs} x {length}, bfloat16", who, milliseconds(run), flops, peak_flops)
 
 

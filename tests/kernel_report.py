@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TextIO
+from unittest.mock import MagicMock, patch
 
 import torch
 import triton
@@ -29,8 +30,7 @@ from tqdm.auto import tqdm
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cbresearch.kernels import float8, layout, paged_attention
-from cbresearch.kernels.layout import Device, lay_out
+from cbresearch.kernels import Device, attend, plan_work
 
 TABLE = Path(__file__).with_name("kernel_code.csv")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -40,11 +40,11 @@ TARGETS = {
     "sm_90": (GPUTarget("cuda", 90, 32), Device("cuda", 90, 132)),
     "gfx942": (GPUTarget("hip", "gfx942", 64), Device("hip", 0, 304)),
 }
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 GROUPS = (1, 4, 7, 8)
 KERNELS = {"narrow": 1, "wide": 512}
-OPTIONS = ("window", "softcap", "alibi", "sinks")
+OPTIONS = ("window", "softcap", "sinks")
 # Shapes beyond the grid: the widest groups, and float32, which has no tensor cores.
 EXTRA = ("bf16/d128/g17", "bf16/d128/g48", "fp32/d64/g4", "fp32/d128/g4")
 NUM_KV_HEADS = 8
@@ -55,9 +55,6 @@ _TYPES = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.int32: "i32",
-    torch.uint8: "u8",
-    torch.float8_e4m3fn: "fp8e4nv",
-    torch.float8_e5m2: "fp8e5",
 }
 
 
@@ -104,46 +101,36 @@ def grid() -> Iterator[str]:
 def arguments_of(name: str) -> dict[str, Any]:
     """Return what `paged_attention` would launch for a row, on tensors without memory."""
     target, dtype, head_dim, group, kernel, *chosen = name.split("/")
-    device = TARGETS[target][1]
-    cache_dtype = DTYPES[dtype]
-    dtype = torch.bfloat16 if dtype == "fp8" else cache_dtype
-    head_dim, group = int(head_dim[1:]), int(group[1:])
+    head_dim, group, dtype = int(head_dim[1:]), int(group[1:]), DTYPES[dtype]
     num_heads, num_queries = group * NUM_KV_HEADS, KERNELS[kernel]
 
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     # One long sequence: the decode is split, and the chunk has whole tiles as well as masked ones.
-    plan = lay_out(
+    plan = plan_work(
         [16384],
         [0, num_queries],
         num_heads=num_heads,
         num_kv_heads=NUM_KV_HEADS,
         head_dim=head_dim,
         dtype=dtype,
-        cache_dtype=cache_dtype,
         window=1024 if "window" in chosen else None,
-        target=device,
+        target=TARGETS[target][1],
         split_keys=256,
     )
-    (work,) = plan.works
-    scales = {"k_scale": None, "v_scale": None}
-    if cache_dtype != dtype:
-        scales = {name: empty(NUM_KV_HEADS, dtype=torch.float32) for name in scales}
-    cache = empty(2048, BLOCK_SIZE, NUM_KV_HEADS, head_dim, dtype=cache_dtype)
-    per_head = empty(num_heads, dtype=torch.float32)
-    possible = {"window": 1024, "softcap": 50.0, "alibi": per_head, "sinks": per_head}
+    cache = empty(2048, BLOCK_SIZE, NUM_KV_HEADS, head_dim)
+    possible = {"window": 1024, "softcap": 50.0, "sinks": empty(num_heads, dtype=torch.float32)}
     options = {option: value if option in chosen else None for option, value in possible.items()}
-    return paged_attention.attend_arguments(
-        work,
-        *(empty(num_queries, num_heads, head_dim), cache, cache, empty(num_queries, num_heads, head_dim)),
-        *(empty(8, num_heads, head_dim, dtype=torch.float32), empty(8, num_heads, dtype=torch.float32)),
-        empty(1, 1024, dtype=torch.int32),
-        scale=head_dim**-0.5,
-        **options,
-        **scales,
-        device=device,
-    )
+    recorder = MagicMock()
+    tensors = (empty(num_queries, num_heads, head_dim), cache, cache, empty(1, 1024, dtype=torch.int32))
+    lengths = (empty(1, dtype=torch.int32), empty(2, dtype=torch.int32))
+    with patch.multiple(attend, attend_kernel=recorder, merge_kernel=MagicMock()):
+        attend.paged_attention(*tensors, *lengths, plan=plan, **options)
+    # One launch, `attend_kernel[grid](...)`.
+    (launch,) = recorder.__getitem__.return_value.call_args_list
+    names = (parameter.name for parameter in attend.attend_kernel.params)
+    return {**dict(zip(names, launch.args, strict=False)), **launch.kwargs}
 
 
 def compile_kernel(kernel: Any, arguments: dict[str, Any], target: GPUTarget) -> Any:
@@ -227,17 +214,14 @@ def measure(name: str) -> Code:
     """Compile one row of the grid and count."""
     target = TARGETS[name.split("/", 1)[0]][0]
     arguments = arguments_of(name)
-    compiled = compile_kernel(paged_attention._attend_kernel, arguments, target)
+    compiled = compile_kernel(attend.attend_kernel, arguments, target)
     numbers = read_nvidia(compiled) if target.backend == "cuda" else read_amd(compiled)
     return Code(name, tile_of(name), **numbers)
 
 
 def source_hash() -> str:
     """Return a hash of what the machine code of a tile depends on here, whatever its formatting."""
-    parts = [
-        *(paged_attention._tanh, paged_attention._attend_tile, paged_attention._attend_kernel),
-        *(float8.decode, layout.Device.converts, paged_attention.attend_arguments),
-    ]
+    parts = (attend.tanh, attend.attend_tile, attend.attend_kernel, attend.paged_attention)
     sources = [textwrap.dedent(inspect.getsource(getattr(part, "fn", part))) for part in parts]
     text = "\n".join(ast.dump(ast.parse(source)) for source in sources)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 import numpy as np
 import pandas as pd
 import torch
-from kernel_cases import Case, layout_of, make
+from kernel_cases import Case, make, plan_of
 from triton.runtime.interpreter import interpreter_builder
 
-from cbresearch.kernels.paged_attention import paged_attention
+from cbresearch.kernels import paged_attention
 
 
 @contextmanager
@@ -56,10 +56,10 @@ def count_bytes(case: Case) -> pd.Series:
     batch = make(case)
     q, k_cache, v_cache, tables, *_ = batch.tensors
     out = torch.full_like(q, math.nan)
-    layout = layout_of(case)
-    named = {"q": q, "k": k_cache, "v": v_cache, "out": out, "table": tables, "items": layout.works[0].items}
+    plan = plan_of(case)
+    named = {"q": q, "k": k_cache, "v": v_cache, "out": out, "table": tables, "items": plan.works[0].items}
     with counting(named) as counts:
-        paged_attention(*batch.tensors, **batch.options, layout=layout, out=out)
+        paged_attention(*batch.tensors, **batch.options, plan=plan, out=out)
     return counts
 
 
@@ -72,7 +72,7 @@ def least_bytes(case: Case) -> pd.Series:
     )
     itemsize = case.dtype.itemsize
     per_head = case.head_dim * itemsize
-    kv = int(keys) * case.num_kv_heads * case.head_dim * (case.cache_dtype or case.dtype).itemsize
+    kv = int(keys) * case.num_kv_heads * case.head_dim * itemsize
     rows = sum(case.queries) * case.num_heads * per_head
     return pd.Series({"q": rows, "k": kv, "v": kv, "out": rows})
 

@@ -6,7 +6,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from cbresearch import models
-from cbresearch.attention import ATTENTION_NAME, paged_attention
+from cbresearch.attention import ATTENTION_NAME, attention_function
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
 from cbresearch.engine.drift import batch_invariant, forced_logits
@@ -70,7 +70,7 @@ def test_the_model_is_left_as_it_was_even_after_an_error(tiny, texts):
     before = forced_logits(tiny, texts, 2)
     with pytest.raises(RuntimeError, match="on purpose"), batch_invariant(tiny):
         raise RuntimeError("on purpose")
-    assert ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] is paged_attention
+    assert ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME] is attention_function
     assert not any("forward" in vars(module) for module in tiny.model.modules())
     assert torch.equal(forced_logits(tiny, texts, 2), before)
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from test_engine_kernels import FAMILIES, build
+from helpers.kernel_families import FAMILIES, build
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig

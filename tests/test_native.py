@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import generate_alone
-from test_attention import dense, random_chunks, serve_tokens, shape
+from helpers.attention_cases import dense, random_chunks, serve_tokens, shape
 from torch._dynamo.utils import counters
 from transformers import (
     Gemma2Config,

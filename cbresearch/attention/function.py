@@ -131,7 +131,7 @@ def paged_model(model: PreTrainedModel) -> Iterator[None]:
     # The inner model's class is of transformers even where a user derived one of their own from the outer.
     inner = model.base_model
     assert isinstance(inner, PreTrainedModel)
-    before = inner.config._attn_implementation  # noqa: SLF001 - there is no public way to ask.
+    before = inner.config._attn_implementation  # noqa: SLF001, RUF100 - no public way to ask.
     inner.set_attn_implementation(ATTENTION_NAME)
     try:
         yield

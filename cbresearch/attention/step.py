@@ -145,9 +145,7 @@ class PagedStep:
             slots = self._slots(np.arange(begin, end)[:, None], positions)
             mask = None
             if group[-1, 0] < group[0, 0]:
-                mask = torch.zeros(slots.shape, dtype=kv.dtype, device=kv.device)
-                behind = torch.from_numpy(places >= group).to(kv.device)
-                mask = mask.masked_fill_(behind, -torch.inf)[:, None, None]
+                mask = torch.from_numpy(np.where(places < group, 0.0, -np.inf)).to(kv)[:, None, None]
             yield Read(begin, end, slots, mask)
             begin = end
 

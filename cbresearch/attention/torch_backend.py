@@ -160,7 +160,7 @@ def _attend_by_scores(
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is None and queries.shape[3] > 1:
-        mask = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril_()
+        mask = torch.ones(1, 1, *scores.shape[-2:], dtype=torch.bool, device=scores.device).tril_()
     if mask is not None:
         mask = mask[:, None]
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask

@@ -105,15 +105,7 @@ def attend_with_triton(
     if window is not None and window >= inputs.max_context:
         window = None
     return kernels.paged_attention(
-        q,
-        k_cache,
-        v_cache,
-        inputs.block_tables,
-        inputs.seq_lens,
-        inputs.cu_seqlens_q,
-        scale=scale,
-        window=window,
-        softcap=softcap,
-        sinks=None if sinks is None else sinks.float().contiguous(),
-        plan=inputs.plan(q, k.shape[1], window),
-    )[None]
+        q, k_cache, v_cache, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q,
+        scale=scale, window=window, softcap=softcap,
+        sinks=None if sinks is None else sinks.float().contiguous(), plan=inputs.plan(q, k.shape[1], window),
+    )[None]  # fmt: skip

@@ -8,7 +8,6 @@ hardware has the exponential, and includes the scale where nothing else was done
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 import math
-from typing import Any
 
 import torch
 import triton  # type: ignore[import-untyped]
@@ -16,7 +15,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from cbresearch.kernels.checks import FLOATS, check_plan, check_pools, check_tensor
-from cbresearch.kernels.work_plan import Work, WorkPlan, plan_work, power_of_two
+from cbresearch.kernels.work_plan import WorkPlan, plan_work, power_of_two
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -223,37 +222,6 @@ def merge_kernel(
     tl.store(p_out, b_acc.to(out.dtype.element_ty), mask=m_d)
 
 
-def attend_arguments(
-    work: Work, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, partial_out: Tensor,
-    partial_lse: Tensor, block_tables: Tensor, *, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the arguments of one launch of the attention kernel by name, the launch options included."""
-    num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    strides = {
-        f"stride_{name}_{axis}": stride
-        for name, tensor, axes in (
-            ("q", q, ("token", "head")),
-            ("k", k_cache, ("block", "slot", "head")),
-            ("v", v_cache, ("block", "slot", "head")),
-            ("out", out, ("token", "head")),
-            ("table", block_tables, ("seq",)),
-        )
-        for axis, stride in zip(axes, tensor.stride()[:-1], strict=True)
-    }
-    return dict(
-        q=q, k_cache=k_cache, v_cache=v_cache, out=out, partial_out=partial_out, partial_lse=partial_lse,
-        items=work.items, block_tables=block_tables, sinks=sinks, scale=scale, softcap=softcap, window=window,
-        **strides,
-        NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=max(16, power_of_two(head_dim)), BLOCK_SIZE=block_size,
-        TILE_ROWS=work.launch.tile_rows, TILE_KEYS=work.launch.tile_keys,
-        IS_SPLIT=work.is_split, IS_WIDE=work.is_wide,
-        num_warps=work.launch.num_warps, num_stages=work.launch.num_stages, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
 def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor,
     block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *,
@@ -309,16 +277,24 @@ def paged_attention(
     check_plan(plan, q, k_cache, block_tables, window)
     partial_lse = torch.empty((plan.num_partials, num_heads), dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_lse.shape, head_dim), dtype=torch.float32, device=q.device)
+    strides = (
+        *q.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3], *out.stride()[:2],
+        block_tables.stride(0),
+    )  # fmt: skip
+    block_d = max(16, power_of_two(head_dim))
     for work in plan.works:
-        arguments = attend_arguments(
-            work, q, k_cache, v_cache, out, partial_out, partial_lse, block_tables,
-            scale=scale, window=window, softcap=softcap, sinks=sinks,
+        attend_kernel[(len(work.items) * num_kv_heads,)](
+            q, k_cache, v_cache, out, partial_out, partial_lse, work.items, block_tables, sinks,
+            scale, softcap, window, *strides,
+            NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
+            BLOCK_SIZE=k_cache.shape[1], TILE_ROWS=work.launch.tile_rows, TILE_KEYS=work.launch.tile_keys,
+            IS_SPLIT=work.is_split, IS_WIDE=work.is_wide,
+            num_warps=work.launch.num_warps, num_stages=work.launch.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
-        attend_kernel[(len(work.items) * num_kv_heads,)](**arguments)
     if len(plan.merges):
         merge_kernel[(len(plan.merges) * num_heads,)](
             out, partial_out, partial_lse, plan.merges, *out.stride()[:2],
-            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=max(16, power_of_two(head_dim)),
-            TILE_SPLITS=TILE_SPLITS, enable_fp_fusion=True,
+            NUM_HEADS=num_heads, HEAD_DIM=head_dim, BLOCK_D=block_d, TILE_SPLITS=TILE_SPLITS,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return out

@@ -7,19 +7,11 @@ from torch import Tensor
 
 
 def reference_attention(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_tables: Tensor,
-    seq_lens: Tensor,
-    cu_seqlens_q: Tensor,
-    *,
-    scale: float | None = None,
-    window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dtype: torch.dtype = torch.float64,
-) -> Tensor:
+    q: Tensor, k_cache: Tensor, v_cache: Tensor,
+    block_tables: Tensor, seq_lens: Tensor, cu_seqlens_q: Tensor, *,
+    scale: float | None = None, window: int | None = None, softcap: float | None = None,
+    sinks: Tensor | None = None, dtype: torch.dtype = torch.float64,
+) -> Tensor:  # fmt: skip
     """Compute what the kernel `paged_attention` computes, with every step in `dtype`.
 
     Args:

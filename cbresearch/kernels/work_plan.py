@@ -228,9 +228,8 @@ def plan_work(
     counts = np.diff(cu)
     group = num_heads // num_kv_heads
     narrow_rows = choose_launch(head_dim, group, 1, dtype, target).tile_rows
-    launches: list[tuple[Launch, bool]] = []
-    arrays: list[np.ndarray] = []
-    merges = [np.empty((0, len(MERGE_FIELDS)), np.int64)]
+    works = []
+    merges = [np.empty((0, len(MERGE_FIELDS)), np.int32)]
     num_partials = 0
     for is_wide in (False, True):
         sequences = np.flatnonzero((counts > 0) & ((counts * group > narrow_rows) == is_wide))
@@ -243,20 +242,12 @@ def plan_work(
             programs = resident_programs(launch, head_dim, dtype.itemsize, is_wide, target)
             keys = choose_split_keys(tiles["end"] - tiles["begin"], num_kv_heads, programs)
         items, merged, num_partials = _split(tiles, launch.tile_keys, keys, num_splits, num_partials)
-        launches.append((launch, is_wide))
-        arrays.append(items)
+        is_split = bool((items[:, ITEM_FIELDS.index("partial")] >= 0).any())
+        works.append(Work(launch, torch.from_numpy(items).to(device), is_split, is_wide))
         merges.append(merged)
-    arrays.append(np.concatenate(merges))
-    # One copy to the device for everything.
-    flat = torch.from_numpy(np.concatenate([array.ravel() for array in arrays]).astype(np.int32)).to(device)
-    pieces = torch.split(flat, [array.size for array in arrays])
-    *items_of, merges_of = [piece.view(array.shape) for piece, array in zip(pieces, arrays, strict=True)]
     return WorkPlan(
-        works=tuple(
-            Work(launch, tensor, bool((items[:, ITEM_FIELDS.index("partial")] >= 0).any()), is_wide)
-            for (launch, is_wide), tensor, items in zip(launches, items_of, arrays[:-1], strict=True)
-        ),
-        merges=merges_of,
+        works=tuple(works),
+        merges=torch.from_numpy(np.concatenate(merges)).to(device),
         num_partials=num_partials,
         window=window,
         num_tokens=int(cu[-1]),
@@ -327,5 +318,5 @@ def _split(
     of, i_query = _expand(queries[merged])
     of = merged[of]
     merges = (tiles["token"][of] + i_query, first_partial[of] + i_query, queries[of], splits[of])
-    columns = [items[name] for name in ITEM_FIELDS]
-    return np.stack(columns, axis=1), np.stack(merges, axis=1), num_partials + int(rows.sum())
+    columns = np.stack([items[name] for name in ITEM_FIELDS], axis=1)
+    return columns.astype(np.int32), np.stack(merges, axis=1).astype(np.int32), num_partials + int(rows.sum())

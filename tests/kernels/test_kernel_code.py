@@ -8,10 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import kernel_report
 import pytest
 from kernel_report import EXTRA, OPTIONS, TABLE, TARGETS, Code, grid, read_table, source_hash, tile_of
 
-SCRIPT = Path(__file__).with_name("kernel_report.py")
+SCRIPT = Path(kernel_report.__file__)
 STAMP, TABLE_ROWS = read_table() if TABLE.exists() else ({}, {})
 
 # What a well-known production kernel takes for the same decode; KB are 1000 bytes.
@@ -19,7 +20,7 @@ PRODUCTION = {"registers": 92, "shared": 12_900, "instructions": 808}
 DECODE = "sm_90/bf16/d128/g4/narrow"
 
 # One row of each target, dtype and kernel, none of them slow to compile.
-SAMPLE = [DECODE, "sm_80/fp16/d80/g7/narrow", "gfx942/bf16/d64/g4/wide", "sm_90/fp8/d64/g8/narrow"]
+SAMPLE = [DECODE, "sm_80/fp16/d80/g7/narrow", "gfx942/bf16/d64/g4/wide", "sm_90/bf16/d64/g8/wide"]
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +57,11 @@ def faults(code: Code) -> list[str]:
 
 
 def test_the_table_is_of_this_source_and_whole():
-    assert STAMP["source"] == source_hash(), f"the kernels changed: run python {SCRIPT.name}"
+    assert STAMP["source"] == source_hash(), f"the kernels changed: run python tests/{SCRIPT.name}"
     assert list(TABLE_ROWS) == list(grid())
     stale = [name for name, code in TABLE_ROWS.items() if code.tile != tile_of(name)]
-    assert not stale, f"the launch choices changed: run python {SCRIPT.name}"
-    assert len(TABLE_ROWS) == len(TARGETS) * 2 * (3 * 5 * 4 + len(EXTRA) + len(OPTIONS))
+    assert not stale, f"the launch choices changed: run python tests/{SCRIPT.name}"
+    assert len(TABLE_ROWS) == len(TARGETS) * 2 * (2 * 5 * 4 + len(EXTRA) + len(OPTIONS))
 
 
 def test_the_whole_grid_is_free_of_spills_and_loads_16_bytes_at_a_time():

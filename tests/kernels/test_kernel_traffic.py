@@ -5,12 +5,11 @@ import mmap
 
 import pytest
 import torch
-from kernel_cases import Case, layout_of, make
+from kernel_cases import Case, make, plan_of
 from kernel_traffic import count_bytes, least_bytes
 from triton.runtime.interpreter import GridExecutor
 
-from cbresearch.kernels import kv_cache
-from cbresearch.kernels.paged_attention import paged_attention
+from cbresearch.kernels import paged_attention, write_kv
 
 
 @pytest.mark.parametrize("group", [1, 3, 4, 5, 7, 8, 17, 48])
@@ -32,7 +31,7 @@ def test_a_windowed_decode_loads_the_window_alone(window):
 
 def test_prefill_chunks_load_at_most_twice_the_least():
     case = Case([40, 33, 100], [40, 1, 17], block_size=16, num_kv_heads=2, group=4, head_dim=64)
-    assert [work.is_wide for work in layout_of(case).works] == [False, True]
+    assert [work.is_wide for work in plan_of(case).works] == [False, True]
     loaded, least = count_bytes(case), least_bytes(case)
     ratios = loaded / least
     # The chunk of 40 queries takes two tiles of 32, of which the first needs 32 keys.
@@ -87,20 +86,17 @@ def test_tokens_and_table_rows_beyond_two_billion_elements_are_found(no_copy_bac
     # 22 tokens: the last lies 2**31 elements from the first.
     out = far_apart(torch.full_like(q, math.nan), 0, 2**27)
     far = (far_apart(q, 0, 2**27), k_cache, v_cache, far_apart(tables, 0, 2**31 - 16))
-    paged_attention(*far, *rest, out=out, layout=layout_of(case))
-    assert torch.equal(out, paged_attention(*batch.tensors, layout=layout_of(case)))
+    paged_attention(*far, *rest, out=out, plan=plan_of(case))
+    assert torch.equal(out, paged_attention(*batch.tensors, plan=plan_of(case)))
 
 
-def test_moves_reach_blocks_beyond_two_billion_elements(no_copy_back):
+def test_write_kv_reaches_blocks_beyond_two_billion_elements(no_copy_back):
     k_cache, v_cache = (far_apart(torch.full((4, 16, 2, 16), math.nan), 0, 2**30) for _ in "kv")
     k, v = torch.randn(2, 20, 2, 16).unbind(0)
     slots = torch.cat((torch.arange(48, 64), torch.arange(32, 36)))
-    kv_cache.write(k, v, k_cache, v_cache, slots)
+    write_kv(k, v, k_cache, v_cache, slots)
     for new, cache in ((k, k_cache), (v, v_cache)):
         assert torch.equal(torch.cat((cache[3], cache[2, :4])), new)
-        assert torch.equal(kv_cache.gather(cache, torch.tensor([3, 2], dtype=torch.int32), 20), new)
-        kv_cache.copy_blocks(cache, torch.tensor([[3, 1]]))
-        assert torch.equal(cache[1], new[:16])
 
 
 def test_the_count_sees_every_access():

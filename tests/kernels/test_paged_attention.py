@@ -1,25 +1,26 @@
 """The Triton kernels in Triton's interpreter, against plain PyTorch in float64."""
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import BITS, FLOAT8, POOLS, Batch, Case, layout_of, make, oracle, random_case, run
+from kernel_cases import POOLS, Batch, Case, make, oracle, plan_of, random_case, run
 from torch import Tensor
 
-from cbresearch.kernels import paged_attention as module
-from cbresearch.kernels.paged_attention import paged_attention
+from cbresearch import kernels
+from cbresearch.kernels import attend, paged_attention
 
-NUM_BATCHES, BATCH = 26, 20
+NUM_BATCHES, BATCH = 15, 20
 
 
 def branches(case: Case) -> set[str]:
-    """Return what the launches of a case do, by its layout."""
+    """Return what the launches of a case do, by its plan."""
     found = set()
-    for work in layout_of(case).works:
+    for work in plan_of(case).works:
         found.add("wide" if work.is_wide else "narrow")
         if work.is_split:
             found.add("split")
@@ -32,7 +33,7 @@ def launches(monkeypatch) -> Counter:
     counts: Counter = Counter()
 
     def watch(name, branches_of):
-        kernel = getattr(module, name)
+        kernel = getattr(attend, name)
 
         class Watched:
             def __getitem__(self, grid):
@@ -43,13 +44,13 @@ def launches(monkeypatch) -> Counter:
 
                 return launch
 
-        monkeypatch.setattr(module, name, Watched())
+        monkeypatch.setattr(attend, name, Watched())
 
     watch(
-        "_attend_kernel",
+        "attend_kernel",
         lambda kwargs: ["wide" if kwargs["IS_WIDE"] else "narrow"] + ["split"] * kwargs["IS_SPLIT"],
     )
-    watch("_merge_kernel", lambda kwargs: ["merge"])
+    watch("merge_kernel", lambda kwargs: ["merge"])
     return counts
 
 
@@ -58,8 +59,7 @@ def reordered(batch: Batch, order: int) -> Batch:
     q, k_cache, *rest = batch.tensors
     if order:
         places = torch.randperm(q.shape[2], generator=torch.Generator().manual_seed(order))
-        q = q[..., places]
-        k_cache = k_cache.view(BITS[k_cache.element_size()])[..., places].view(k_cache.dtype)
+        q, k_cache = q[..., places], k_cache[..., places]
     return Batch((q, k_cache, *rest), batch.options)
 
 
@@ -90,35 +90,34 @@ def assert_as_exact_as_pytorch(cases: Sequence[Case]) -> None:
 
 
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
-def test_random_cases_are_as_exact_as_pytorch(batch):
+def test_paged_attention_is_as_exact_as_pytorch_in_random_cases(batch):
     assert_as_exact_as_pytorch([random_case(batch * BATCH + place) for place in range(BATCH)])
 
 
-def test_the_random_cases_cover_every_option_and_branch():
+def test_random_cases_cover_every_option_and_branch():
     cases = [random_case(seed) for seed in range(NUM_BATCHES * BATCH)]
-    assert len(cases) >= 500
     seen = Counter()
     for case in cases:
         seen.update(branches(case))
-        seen.update({case.pool, case.dtype, case.cache_dtype, *case.options, ("head_dim", case.head_dim)})
-        seen.update({("group", case.group), ("block_size", case.block_size), ("per_head", case.per_head)})
+        seen.update({case.pool, case.dtype, *case.options, ("head_dim", case.head_dim)})
+        seen.update({("group", case.group), ("block_size", case.block_size)})
         edges = {0: "0", 1: "1", case.block_size - 1: "b-1", case.block_size: "b", case.block_size + 1: "b+1"}
         seen.update({("length", edges[length]) for length in case.lengths if length in edges})
         if len({min(count, 2) for count in case.queries if count}) == 2:
             seen["decodes and chunks"] += 1
     wanted = {
-        *("narrow", "wide", "split", "decodes and chunks", "window", "softcap", "alibi", "sinks"),
-        *(torch.float32, torch.float16, *FLOAT8, *POOLS, ("per_head", True), ("per_head", False)),
+        *("narrow", "wide", "split", "decodes and chunks", "window", "softcap", "sinks"),
+        *(torch.float32, torch.float16, *POOLS),
         *(("length", edge) for edge in ("0", "1", "b-1", "b", "b+1")),
         *(("group", group) for group in (1, 3, 5, 7, 17, 48)),
         *(("block_size", size) for size in (1, 3, 8, 16, 48, 256)),
         *(("head_dim", size) for size in (64, 80, 96, 112, 128)),
     }
-    assert min((seen[value], str(value)) for value in wanted)[0] >= 20
+    assert min((seen[value], str(value)) for value in wanted)[0] >= 12
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 8, 16, 48, 256])
-def test_lengths_around_a_block_are_exact(block_size):
+def test_paged_attention_is_exact_for_lengths_around_a_block(block_size):
     lengths = [0, 1, block_size - 1, block_size, block_size + 1]
     decode = Case(lengths, [1] * 5, block_size, group=5, head_dim=16)
     chunk = Case(lengths, [min(length, 2) for length in lengths], block_size, group=3, head_dim=16)
@@ -173,7 +172,7 @@ def test_small_scores_keep_their_digits_below_a_soft_cap():
 
 
 @pytest.mark.parametrize("split_keys", [None, 32])
-def test_a_row_of_scores_below_minus_1e5_is_a_plain_softmax(split_keys):
+def test_paged_attention_is_exact_for_scores_below_minus_1e5(split_keys):
     case = Case([70, 70], [1, 30], group=1, head_dim=16, split_keys=split_keys)
     batch = make(case)
     q, k_cache, *_ = batch.tensors
@@ -187,8 +186,8 @@ def test_a_row_of_scores_below_minus_1e5_is_a_plain_softmax(split_keys):
     assert (result - exact).abs().max() <= 2 * (low - exact).abs().max()
 
 
-@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": 2}, {"softcap": 5.0, "alibi": True}])
-def test_what_sees_no_key_is_zero_and_leaves_its_neighbours_alone(options):
+@pytest.mark.parametrize("options", [{}, {"sinks": True}, {"window": 2}, {"softcap": 5.0}])
+def test_a_query_without_keys_gets_zero_and_changes_no_other(options):
     case = Case([5, 0, 3, 0, 2], [1, 1, 2, 40, 4], block_size=4, group=4, head_dim=16, options=options)
     result = run(case)
     # The third sequence holds 2 tokens and asks with 4 queries, two of which lie before its first token.
@@ -198,26 +197,26 @@ def test_what_sees_no_key_is_zero_and_leaves_its_neighbours_alone(options):
     assert_as_exact_as_pytorch([case])
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 50, "sinks": True, "alibi": True}])
+@pytest.mark.parametrize("options", [{}, {"window": 50, "sinks": True}])
 @pytest.mark.parametrize(("queries", "sizes"), [(1, (16, 48, 128)), (5, (64, 128))])
 def test_the_number_of_splits_does_not_change_the_answer(queries, sizes, options, launches):
     whole = Case([200, 20], [queries, 1], group=4, options=options)
     expected = run(whole)
     assert "merge" not in launches
     cases = [replace(whole, split_keys=keys) for keys in sizes]
-    assert len({layout_of(case).num_partials for case in cases}) == len(cases)
+    assert len({plan_of(case).num_partials for case in cases}) == len(cases)
     for case in cases:
         before = launches["merge"]
         # Two roundings on either side: of the parts and of their sum.
         torch.testing.assert_close(run(case), expected, rtol=0, atol=4 * torch.finfo(torch.float32).eps)
-        assert (launches["merge"] > before) == bool(layout_of(case).num_partials)
+        assert (launches["merge"] > before) == bool(plan_of(case).num_partials)
     assert_as_exact_as_pytorch(cases)
     assert ("wide" in launches) == (queries > 1)
 
 
 def test_more_splits_than_one_tile_of_the_merge_are_merged():
     case = Case([600], [1], group=1, split_keys=16)
-    assert layout_of(case).num_partials > 2 * module._TILE_SPLITS
+    assert plan_of(case).num_partials > 2 * attend.TILE_SPLITS
     assert_as_exact_as_pytorch([case])
 
 
@@ -235,16 +234,6 @@ def test_keys_and_values_may_lie_side_by_side_in_one_tensor():
     both = torch.stack((k_cache, v_cache), dim=2)
     result = paged_attention(q, both[:, :, 0], both[:, :, 1], *rest)
     assert torch.equal(result, run(case, batch))
-
-
-@pytest.mark.parametrize("cache_dtype", FLOAT8)
-@pytest.mark.parametrize("per_head", [False, True])
-def test_float8_caches_are_scaled_per_tensor_or_per_head(cache_dtype, per_head):
-    case = Case([40, 33], [1, 30], num_kv_heads=2, group=3, cache_dtype=cache_dtype, per_head=per_head)
-    assert_as_exact_as_pytorch([case])
-    batch = make(case)
-    unscaled = replace(batch, options={})
-    assert not torch.allclose(run(case, batch), run(case, unscaled), rtol=0.1)
 
 
 def test_q_and_out_may_be_strided():
@@ -269,10 +258,10 @@ def retyped(tensors: list[Tensor], place: int, change) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("place", "change", "message"),
     [
-        (0, lambda t: t.double(), "^q must be .*float64"),
+        (0, lambda t: t.double(), "^q is torch.float64"),
         (0, lambda t: t[0], "^q must be .* shape"),
         (0, lambda t: t[:, :3], "^q has 3 heads"),
-        (0, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "^q must have a last stride of 1"),
+        (0, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2), "^q must be .* last stride of 1"),
         (0, lambda t: t[:1], "^cu_seqlens_q ends at 3"),
         (1, lambda t: t.half(), "^k_cache is torch.float16"),
         (1, lambda t: t.to("meta"), "^k_cache is on meta"),
@@ -280,7 +269,7 @@ def retyped(tensors: list[Tensor], place: int, change) -> list[Tensor]:
         (2, lambda t: t[:, :2], "^v_cache must be"),
         (2, lambda t: t.repeat_interleave(2, 3)[..., ::2], "^v_cache must be .* last stride of 1"),
         (2, lambda t: t.to(torch.float8_e5m2), "^v_cache is torch.float8_e5m2"),
-        (3, lambda t: t.long(), "^block_tables must be int32"),
+        (3, lambda t: t.long(), "^block_tables is torch.int64, and must be int32"),
         (3, lambda t: t[:, :1], "^block_tables has 1 blocks"),
         (3, lambda t: t[:1], "^block_tables has 1 rows"),
         (3, lambda t: t.to("meta"), "^block_tables is on meta"),
@@ -291,7 +280,7 @@ def retyped(tensors: list[Tensor], place: int, change) -> list[Tensor]:
         (5, lambda t: t[None], "^cu_seqlens_q must be one row"),
     ],
 )
-def test_a_bad_tensor_is_named_before_anything_runs(place, change, message, launches):
+def test_paged_attention_names_a_bad_tensor_before_any_launch(place, change, message, launches):
     tensors = list(make(Case([9, 6], [1, 2], block_size=4, num_kv_heads=2, group=2, head_dim=16)).tensors)
     with pytest.raises(ValueError, match=message):
         paged_attention(*retyped(tensors, place, change))
@@ -305,31 +294,25 @@ def test_a_bad_tensor_is_named_before_anything_runs(place, change, message, laun
         ({"scale": math.nan}, "^scale must be above 0"),
         ({"window": 0}, "^window must be above 0"),
         ({"softcap": -1.0}, "^softcap must be above 0"),
-        ({"alibi": torch.ones(3)}, "^alibi must be .* 4 elements"),
-        ({"sinks": torch.ones(4).half()}, "^sinks must be contiguous float32"),
-        ({"k_scale": torch.ones(1)}, "^k_scale is for a float8 cache"),
-        ({"out": torch.ones(3, 4, 16).half()}, "^out must be torch.float32"),
-        ({"out": torch.ones(3, 4, 32)[..., ::2]}, "^out must have a last stride of 1"),
-        ({"window": 3, "layout": layout_of(Case([9, 6], [1, 2], num_kv_heads=2, group=2))}, "^layout is for"),
+        ({"sinks": torch.ones(3)}, r"^sinks must be \[4\]"),
+        ({"sinks": torch.ones(4).half()}, "^sinks is torch.float16, and must be float32"),
+        ({"sinks": torch.ones(8)[::2]}, "^sinks must be .* last stride of 1"),
+        ({"out": torch.ones(3, 4, 16).half()}, "^out is torch.float16, and must be float32"),
+        ({"out": torch.ones(3, 4, 32)[..., ::2]}, "^out must be .* last stride of 1"),
+        ({"window": 3, "plan": plan_of(Case([9, 6], [1, 2], num_kv_heads=2, group=2))}, "^plan is for"),
     ],
 )
-def test_a_bad_option_is_named_before_anything_runs(options, message, launches):
+def test_paged_attention_names_a_bad_option_before_any_launch(options, message, launches):
     tensors = make(Case([9, 6], [1, 2], block_size=4, num_kv_heads=2, group=2, head_dim=16)).tensors
     with pytest.raises(ValueError, match=message):
         paged_attention(*tensors, **options)
     assert not launches
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"k_scale": torch.ones(4)}, "^k_scale must be .* 1 or 2 elements"),
-        ({"v_scale": torch.ones(2).double()}, "^v_scale must be contiguous float32"),
-        ({"v_scale": torch.ones(2, device="meta")}, "^v_scale is on meta"),
-    ],
-)
-def test_a_bad_scale_is_named_before_anything_runs(options, message, launches):
-    case = Case([9], [1], num_kv_heads=2, head_dim=16, cache_dtype=torch.float8_e5m2)
-    with pytest.raises(ValueError, match=message):
-        paged_attention(*make(case).tensors, **options)
-    assert not launches
+def test_kernels_say_so_where_triton_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "cbresearch.kernels.attend")
+    with pytest.raises(ImportError, match=r"kernels\.paged_attention needs Triton, which is not installed"):
+        from cbresearch.kernels import paged_attention as missing  # noqa: F401
+    with pytest.raises(AttributeError, match="no attribute 'page_attention'"):
+        kernels.page_attention  # noqa: B018
