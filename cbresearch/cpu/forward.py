@@ -39,13 +39,13 @@ def is_native(backend: str | None, shape: ModelShape, device: torch.device, dtyp
             f"model is {dtype} on {device.type}{'' if shape.latent_dim is None else ', with latents'}"
         )
     if backend is None:
-        return _can_build()
+        return can_build()
     library()
     return True
 
 
 @cache
-def _can_build() -> bool:
+def can_build() -> bool:
     """Return whether the C++ code is there; where it is not, say so once."""
     try:
         library()

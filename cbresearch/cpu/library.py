@@ -68,20 +68,20 @@ def library() -> ctypes.CDLL:
     target_macros = _compile(compiler, "-dM", "-E", "-x", "c++", os.devnull)
     digest = hashlib.blake2b(_SOURCE.read_bytes() + target_macros.encode(), digest_size=8).hexdigest()
     target = cache_folder() / f"native-{digest}.so"
-    if not target.exists():
-        try:
+    try:
+        if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=target.parent, prefix=".native-") as folder:
                 built = Path(folder) / target.name
                 _compile(compiler, str(_SOURCE), "-o", str(built))
                 # At once and whole, for other processes may look for it, or build it too.
                 built.replace(target)
-        except OSError as error:
-            raise ValueError(
-                f"the C++ code cannot be kept in {str(target.parent)!r}: {error}; name another folder by "
-                "CBRESEARCH_CACHE, or use the backend 'torch'"
-            ) from error
-    loaded = ctypes.CDLL(str(target))
+        loaded = ctypes.CDLL(str(target))
+    except OSError as error:
+        raise ValueError(
+            f"the C++ code cannot be kept in {str(target.parent)!r}: {error}; name another folder by "
+            "CBRESEARCH_CACHE, or use the backend 'torch'"
+        ) from error
     loaded.cbresearch_linear.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3)
     loaded.cbresearch_linear.restype = None
     loaded.cbresearch_paged_attention.argtypes = (ctypes.POINTER(_Call),)

@@ -9,6 +9,7 @@ import torch
 from sampling_cases import EOS, VOCAB_SIZE, plain_scores, small_model, softmax
 from transformers import GenerationConfig
 
+from cbresearch.engine import sampler as sampler_module
 from cbresearch.engine.sampler import Row, Sampler
 from cbresearch.request import Request, SamplingParams
 
@@ -34,7 +35,7 @@ def chi_squared(counts, probabilities):
 
 
 def sampler_of(samplings, num_prompt_tokens=3, eos=EOS, seed=0):
-    sampler = Sampler(len(samplings), frozenset(eos), seed)
+    sampler = Sampler(frozenset(eos), seed)
     lengths = (
         num_prompt_tokens if isinstance(num_prompt_tokens, list) else [num_prompt_tokens] * len(samplings)
     )
@@ -57,18 +58,19 @@ def scores_of(monkeypatch):
 
     def scores_of(sampler, logits, rows):
         seen = {}
-        inner = Sampler._scores
+        inner = sampler_module._scores
 
-        def spy(self, recipe, scores, its_rows):
-            scores = inner(self, recipe, scores, its_rows)
-            seen.update(zip([row.seat for row in its_rows], scores, strict=True))
+        def spy(processors, scores, its_rows):
+            scores = inner(processors, scores, its_rows)
+            seen.update(zip([id(token_ids) for _, token_ids in its_rows], scores, strict=True))
             return scores
 
         with monkeypatch.context() as patch:
-            patch.setattr(Sampler, "_scores", spy)
-            patch.setattr("cbresearch.engine.sampler.gumbel", lambda keys, places, size: 0.0)
+            patch.setattr(sampler_module, "_scores", spy)
+            patch.setattr(sampler_module, "gumbel", lambda keys, places, size: 0.0)
             choices = sampler.choose(logits, rows)
-        return [seen.get(row.seat, logits[place]) for place, row in enumerate(rows)], tokens_of(choices)
+        found = [seen.get(id(row.token_ids), logits[place]) for place, row in enumerate(rows)]
+        return found, tokens_of(choices)
 
     return scores_of
 
