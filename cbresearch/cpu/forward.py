@@ -1,4 +1,4 @@
-"""The model on a CPU in float32: its linear layers and its attention in C++, as they are or compiled into one graph."""
+"""The model on a CPU in float32, its linear layers and its attention in C++, compiled or not."""
 
 import copy
 import logging
@@ -174,7 +174,7 @@ class CompiledForward(NativeForward):
     def __call__(self, token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> Tensor:
         """Return the logits `[num places, vocab]` behind some places of a step."""
         positions, num = step.positions, len(places)
-        # A compiler takes a size of 1 for a constant, so such a step gets a token that belongs to no sequence.
+        # A compiler takes a size of 1 for a constant: such a step gets a token that belongs to no sequence.
         if len(token_ids) == 1:
             token_ids, positions = token_ids.repeat(2), positions.repeat(2)
         if num == 1:
@@ -187,6 +187,6 @@ class CompiledForward(NativeForward):
 
 
 def _keep_guards(guards: Sequence[Any]) -> list[bool]:
-    """Keep those on what differs from step to step: the modules are this forward's own and stay as they are."""
+    """Keep those on what differs from step to step: the modules are this forward's own, and stay."""
     changing = ("L['token_ids']", "L['positions']", "L['places']", "L['step'].packed", "L['step'][1]")
     return [guard.name.startswith(changing) for guard in guards]

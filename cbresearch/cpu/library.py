@@ -152,35 +152,16 @@ def native_attention(
         `[1, num_tokens, num_heads, value size]`; 0 for tokens that belong to no sequence.
     """
     _, num_heads, num_tokens, key_dim = query.shape
-    value_dim = value.shape[3]
+    num_kv_heads, value_dim = key.shape[1], value.shape[3]
+    assert query.stride(3) == key.stride(3) == value.stride(3) == 1
     out = query.new_empty(1, num_tokens, num_heads, value_dim)
-    _, q_head, q_token, q_last = query.stride()
-    _, k_head, k_token, k_last = key.stride()
-    _, v_head, v_token, v_last = value.stride()
-    assert q_last == k_last == v_last == 1
     call = _Call(
-        query.data_ptr(),
-        key.data_ptr(),
-        value.data_ptr(),
-        None if sinks is None else sinks.data_ptr(),
-        out.data_ptr(),
-        kv.data_ptr(),
-        step.data_ptr(),
-        q_token,
-        q_head,
-        k_token,
-        k_head,
-        v_token,
-        v_head,
-        num_tokens,
-        num_heads,
-        key.shape[1],
-        key_dim,
-        value_dim,
-        block_size,
-        window,
-        scale,
-        softcap,
+        *(
+            None if tensor is None else tensor.data_ptr()
+            for tensor in (query, key, value, sinks, out, kv, step)
+        ),
+        *(stride for tensor in (query, key, value) for stride in (tensor.stride(2), tensor.stride(1))),
+        *(num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size, window, scale, softcap),
     )
     library().cbresearch_paged_attention(call)
     return out

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,23 +12,13 @@ from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.cpu.forward import CompiledForward, NativeForward, is_native, native_threads
 from cbresearch.engine.detokenizer import Detokenizer
 from cbresearch.engine.forward import EagerForward, Forward, GraphForward
-from cbresearch.engine.sampler import Row, Sampler, SamplerOutput
+from cbresearch.engine.sampler import Sampler, SamplerOutput
 from cbresearch.formulas import kv_bytes_per_token
 from cbresearch.models import LoadedModel, layer_windows
-from cbresearch.plan import Plan, StepResult
+from cbresearch.plan import Plan, Scheduled, StepResult
 from cbresearch.request import Request
 
 _DEFAULT_POOL_BYTES = 2**30
-
-
-class _BatchRow(NamedTuple):
-    """A sequence's part of a step: `num_tokens` tokens behind the `start` that are in the cache."""
-
-    seat: int
-    start: int
-    num_tokens: int
-    samples: bool
-    is_stored: bool
 
 
 class ModelExecutor:
@@ -164,58 +153,49 @@ class ModelExecutor:
         for entry in plan.scheduled:
             if entry.new_block_ids:
                 self._append_blocks(entry.seat, entry.new_block_ids)
-        rows = [
-            _BatchRow(entry.seat, entry.start, entry.num_tokens, entry.samples, is_stored=True)
-            for entry in plan.scheduled
-        ]
-        # A padding row computes its last position over again; what comes of it is thrown away.
-        rows += [
-            _BatchRow(row.seat, row.context_length - 1, 1, True, is_stored=False) for row in plan.padding
-        ]
-        if not rows:
+        if not plan.scheduled and not plan.padding:
             # The step only made room.
             return StepResult(self._clock() - began, {})
         with self._threads():
-            return self._result(plan, began, *self._sampled(rows))
+            outputs, device_duration = self._sampled(plan)
+            return self._result(plan, began, outputs, device_duration)
 
-    def _sampled(self, rows: list[_BatchRow]) -> tuple[dict[int, SamplerOutput], float]:
+    def _sampled(self, plan: Plan) -> tuple[dict[int, SamplerOutput], float]:
         """Compute a batch; return what was chosen for each seat, and the seconds that the device took."""
+        # A padding row computes its last position over again; what comes of it is thrown away.
+        padding = [
+            Scheduled(row.request_id, row.seat, row.context_length - 1, 1, False, True, ())
+            for row in plan.padding
+        ]
         # As `PagedStep` wants them: single queries first, long contexts before short.
-        rows.sort(key=lambda row: (row.num_tokens > 1, -row.start))
+        rows = sorted((*plan.scheduled, *padding), key=lambda row: (row.num_tokens > 1, -row.start))
         seats = np.array([row.seat for row in rows])
         num_tokens = np.array([row.num_tokens for row in rows])
-        longest = max(row.start + row.num_tokens for row in rows)
+        num_blocks = -(-max(row.context_length for row in rows) // self.cache.config.block_size)
         step = PagedStep(
             self.cache,
-            self._block_tables[seats, : -(-longest // self.cache.config.block_size)],
+            self._block_tables[seats, :num_blocks],
             np.array([row.start for row in rows]),
             num_tokens,
-            np.array([row.is_stored for row in rows]),
+            ~np.isin(seats, [row.seat for row in padding]),
         )
         token_ids = self._token_ids[np.repeat(seats, num_tokens), step.positions]
-        sampled = np.flatnonzero([row.samples for row in rows])
-        wanted = [
-            Row(row.seat, self._token_ids[row.seat, : row.start + row.num_tokens])
-            for row in rows
-            if row.samples
-        ]
-        places = np.cumsum(num_tokens)[sampled] - 1
+        places = np.cumsum(num_tokens)[[row.samples for row in rows]] - 1
+        known = {row.seat: self._token_ids[row.seat, : row.context_length] for row in rows if row.samples}
         began = self._clock()
+        # A GPU works later than it is told to, so that its own queue has to tell the time.
         events = None
         if self.cache.kv[0].is_cuda:
-            # The device works later than it is told to, so that its own queue has to tell the time.
-            events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
             events[0].record()
         # A step of unfinished prompts samples nothing; it still runs, on one place's logits.
-        logits = self._run_model(token_ids, step, places if len(places) else np.array([len(token_ids) - 1]))
-        outputs = self._sampler.choose(logits[: len(places)], wanted)
+        logits = self._run_model(token_ids, step, places if len(places) else np.zeros(1, dtype=np.int64))
+        outputs = self._sampler.choose(logits[: len(places)], known)
         if events is None:
-            seconds = self._clock() - began
-        else:
-            events[1].record()
-            events[1].synchronize()
-            seconds = events[0].elapsed_time(events[1]) / 1e3
-        return {row.seat: output for row, output in zip(wanted, outputs, strict=True)}, seconds
+            return outputs, self._clock() - began
+        events[1].record()
+        events[1].synchronize()
+        return outputs, events[0].elapsed_time(events[1]) / 1e3
 
     def _result(
         self, plan: Plan, began: float, outputs: Mapping[int, SamplerOutput], device_duration: float

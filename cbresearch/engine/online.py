@@ -1,12 +1,12 @@
 """The online engine: requests come at any time, their tokens go out as they are generated."""
 
-import itertools
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, count, zip_longest
 from typing import TypeVar
 
 from tqdm.auto import tqdm
@@ -78,7 +78,7 @@ class _Ticket:
         if self.state is not None:
             begin, self.num_sent = self.num_sent, len(self.state.output_token_ids)
             tokens = self.state.output_token_ids[begin:]
-            unsent = list(zip(tokens, self.state.logprobs[begin:] or [None] * len(tokens), strict=True))
+            unsent = list(zip_longest(tokens, self.state.logprobs[begin:]))
         self.stream.put(unsent, record)
 
 
@@ -141,7 +141,7 @@ class Engine:
         self._keep_trace = keep_trace
         self._clock = clock
         self._began = clock()
-        self._numbers = itertools.count()
+        self._numbers = count()
         # Guards everything below; the engine's thread holds it between steps only.
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -252,7 +252,7 @@ class Engine:
                 for items in bar
             ]
         except BaseException:
-            for item in itertools.chain.from_iterable(streams):
+            for item in chain.from_iterable(streams):
                 if isinstance(item, TokenStream):
                     item.abort()
             raise

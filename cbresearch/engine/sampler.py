@@ -1,7 +1,7 @@
 """Choose the next tokens of a batch, each row as its own request asks."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -19,18 +19,6 @@ from transformers import (
 
 from cbresearch.engine.noise import gumbel, noise_key
 from cbresearch.request import Request, SamplingParams, TokenLogprobs
-
-
-class Row(NamedTuple):
-    """A request whose next token is wanted.
-
-    Attributes:
-        seat: Its seat.
-        token_ids: int64: its prompt and its output so far.
-    """
-
-    seat: int
-    token_ids: np.ndarray
 
 
 class SamplerOutput(NamedTuple):
@@ -51,20 +39,16 @@ class _Seat(NamedTuple):
     """How a seat's tokens are chosen.
 
     Attributes:
+        request: The request.
         processors: Configuration of the logits processors, or None where the largest logit is chosen. It is
             what the request asks for without what is each request's own, so that rows of one go together.
         ends: Tokens that end its output.
-        num_prompt_tokens: Tokens of its prompt.
-        min_tokens: Output tokens before which no token ends it.
-        num_logprobs: Most likely tokens that are recorded, or None.
         key: Of its noise.
     """
 
+    request: Request
     processors: SamplingParams | None
     ends: frozenset[int]
-    num_prompt_tokens: int
-    min_tokens: int
-    num_logprobs: int | None
     key: int
 
 
@@ -84,63 +68,50 @@ class Sampler:
     def seat(self, seat: int, request: Request) -> None:
         """Note how a seat's tokens are to be chosen from now on."""
         asked = request.sampling
-        processors = replace(
-            asked,
-            seed=None,
-            n=1,
-            min_tokens=0,
-            stop=(),
-            stop_token_ids=(),
-            ignore_eos=True,
-            num_logprobs=None,
-        )
-        is_plain = processors == SamplingParams(ignore_eos=True) and not asked.min_tokens
-        self._seats[seat] = _Seat(
-            None if is_plain else processors,
-            frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else self._eos_token_ids),
-            request.num_prompt_tokens,
-            asked.min_tokens,
-            asked.num_logprobs,
-            noise_key("request", self._seed, request.id)
-            if asked.seed is None
-            else noise_key("seed", asked.seed),
-        )
+        own = {"seed": None, "n": 1, "min_tokens": 0, "stop": (), "stop_token_ids": (), "num_logprobs": None}
+        processors = replace(asked, ignore_eos=False, **own)
+        is_plain = processors == SamplingParams() and not asked.min_tokens
+        ends = frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else self._eos_token_ids)
+        source = ("request", self._seed, request.id) if asked.seed is None else ("seed", asked.seed)
+        self._seats[seat] = _Seat(request, None if is_plain else processors, ends, noise_key(*source))
 
     def ends(self, seat: int, token: int) -> bool:
         """Return whether a token ends the output of a seat."""
         return token in self._seats[seat].ends
 
-    def choose(self, logits: Tensor, rows: Sequence[Row]) -> list[SamplerOutput]:
+    def choose(self, logits: Tensor, known: Mapping[int, np.ndarray]) -> dict[int, SamplerOutput]:
         """Choose a token for each row.
 
         Args:
             logits: `[num_rows, vocab_size]`.
-            rows: Whose.
+            known: For each row its seat and the int64 tokens so far, prompt and output.
+
+        Returns:
+            What is chosen for each seat.
         """
-        if not rows:
-            return []
+        if not known:
+            return {}
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         best, tokens = logits.max(-1)
-        seats = [self._seats[row.seat] for row in rows]
+        rows = [(self._seats[number], token_ids) for number, token_ids in known.items()]
         places_of: defaultdict[SamplingParams, list[int]] = defaultdict(list)
-        for place, seat in enumerate(seats):
+        for place, (seat, _) in enumerate(rows):
             if seat.processors is not None:
                 places_of[seat.processors].append(place)
         for processors, places in places_of.items():
             where = torch.tensor(places, device=logits.device)
-            some = [(seats[place], rows[place].token_ids) for place in places]
-            best_scores, tokens[where] = _scores(processors, logits[where], some).max(-1)
-            # Of an infinite logit some processors make NaN, others a number: neither may be chosen.
+            scores = _scores(processors, logits[where], [rows[place] for place in places])
+            best_scores, tokens[where] = scores.max(-1)
+            # Neither the best logit nor the best score may be infinite: the sum is NaN or infinite then.
             best[where] += 0 * best_scores.to(best.dtype)
-        logprobs = _logprobs(logits, [seat.num_logprobs for seat in seats], tokens)
-        return [
-            SamplerOutput(token, logprobs.get(place))
+        logprobs = _logprobs(logits, [seat.request.sampling.num_logprobs for seat, _ in rows], tokens)
+        chosen = zip(known, tokens.tolist(), best.isfinite().tolist(), strict=True)
+        return {
+            number: SamplerOutput(token, logprobs.get(place))
             if is_finite
             else SamplerOutput(None, error="no logit is finite and allowed to be chosen")
-            for place, (token, is_finite) in enumerate(
-                zip(tokens.tolist(), best.isfinite().tolist(), strict=True)
-            )
-        ]
+            for place, (number, token, is_finite) in enumerate(chosen)
+        }
 
 
 def _scores(processors: SamplingParams, scores: Tensor, rows: Sequence[tuple[_Seat, np.ndarray]]) -> Tensor:
@@ -152,7 +123,7 @@ def _scores(processors: SamplingParams, scores: Tensor, rows: Sequence[tuple[_Se
         rows: Their seats and tokens, prompt and output.
     """
     vocab_size, device = scores.shape[-1], scores.device
-    num_outputs = [len(token_ids) - seat.num_prompt_tokens for seat, token_ids in rows]
+    outputs = [token_ids[seat.request.num_prompt_tokens :] for seat, token_ids in rows]
     if processors.repetition_penalty != 1:
         longest = max(len(token_ids) for _, token_ids in rows)
         # A row is filled up with its own last token, which adds nothing.
@@ -160,21 +131,20 @@ def _scores(processors: SamplingParams, scores: Tensor, rows: Sequence[tuple[_Se
         penalize = RepetitionPenaltyLogitsProcessor(processors.repetition_penalty)
         scores = penalize(torch.from_numpy(known).to(device), scores)
     if processors.presence_penalty or processors.frequency_penalty:
-        outputs = [token_ids[seat.num_prompt_tokens :] for seat, token_ids in rows]
         counted = np.stack([np.bincount(output, minlength=vocab_size) for output in outputs])
         counts = torch.from_numpy(counted).to(device=device, dtype=scores.dtype)
         scores = scores - processors.frequency_penalty * counts - processors.presence_penalty * (counts > 0)
     banned = [
         (place, token)
-        for place, ((seat, _), num_output) in enumerate(zip(rows, num_outputs, strict=True))
-        if num_output < seat.min_tokens
+        for place, (seat, _) in enumerate(rows)
+        if len(outputs[place]) < seat.request.sampling.min_tokens
         for token in seat.ends
         # Some models name an end that they cannot emit.
         if token < vocab_size
     ]
     if banned:
-        places, tokens = torch.tensor(banned, device=device).T
-        scores = scores.index_put((places, tokens), scores.new_tensor(-torch.inf))
+        where = tuple(torch.tensor(banned, device=device).T)
+        scores = scores.index_put(where, scores.new_tensor(-torch.inf))
     if not processors.temperature:
         return scores
     # What `generate` does to logits before it draws, in its order.
@@ -188,8 +158,10 @@ def _scores(processors: SamplingParams, scores: Tensor, rows: Sequence[tuple[_Se
     if processors.min_p > 0:
         warpers.append(MinPLogitsWarper(processors.min_p))
     keys = torch.tensor([seat.key for seat, _ in rows], device=device)
-    noise = gumbel(keys, torch.tensor(num_outputs, device=device), vocab_size)
-    return warpers(torch.empty(len(rows), 0, dtype=torch.int64), scores).double() + noise
+    places = torch.tensor([len(output) for output in outputs], device=device)
+    # None of them looks at the tokens that are known.
+    nothing = torch.LongTensor(len(rows), 0)
+    return warpers(nothing, scores).double() + gumbel(keys, places, vocab_size)
 
 
 def _logprobs(logits: Tensor, numbers: Sequence[int | None], tokens: Tensor) -> dict[int, TokenLogprobs]:

@@ -184,17 +184,9 @@ class TokenStream:
         if stop_reason is None and record.finish_reason == "stop":
             stop_reason = record.tokens[-1]
         prompt = self.request.prompt
-        return Output(
-            id=self.id,
-            prompt_token_ids=prompt if isinstance(prompt, tuple) else (),
-            token_ids=record.tokens,
-            text=text,
-            finish_reason=record.finish_reason,
-            stop_reason=stop_reason,
-            logprobs=record.logprobs,
-            error=record.error,
-            record=record,
-        )
+        prompt_token_ids = prompt if isinstance(prompt, tuple) else ()
+        ending = (record.finish_reason, stop_reason, record.logprobs, record.error, record)
+        return Output(self.id, prompt_token_ids, record.tokens, text, *ending)
 
 
 def _running() -> Future[Any]:

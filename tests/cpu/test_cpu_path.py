@@ -102,7 +102,9 @@ def test_native_product_is_near_float64_and_bit_equal_in_any_company(num_inputs,
     want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     torch.testing.assert_close(whole.double(), want, rtol=0, atol=1e-6 * num_inputs)
     for num_rows in range(1, 18):
-        assert torch.equal(native_linear(x[:, 20 : 20 + num_rows], weight, bias), whole[:, 20 : 20 + num_rows])
+        assert torch.equal(
+            native_linear(x[:, 20 : 20 + num_rows], weight, bias), whole[:, 20 : 20 + num_rows]
+        )
     assert torch.equal(native_linear(x[:, ::3], weight, bias), whole[:, ::3])
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from sampling_cases import EOS, VOCAB_SIZE, plain_scores, small_model, softmax
 from transformers import GenerationConfig
 
 from cbresearch.engine import sampler as sampler_module
-from cbresearch.engine.sampler import Row, Sampler
+from cbresearch.engine.sampler import Sampler
 from cbresearch.request import Request, SamplingParams
 
 NUM_MIXES = 60
@@ -34,8 +35,20 @@ def chi_squared(counts, probabilities):
     return ((counts - expected) ** 2 / expected).sum(), len(counts) - 1
 
 
+class Row(NamedTuple):
+    seat: int
+    token_ids: np.ndarray
+
+
+class ListSampler(Sampler):
+    """Take rows and return what is chosen for them in their order."""
+
+    def choose(self, logits, rows):
+        return list(super().choose(logits, dict(rows)).values())
+
+
 def sampler_of(samplings, num_prompt_tokens=3, eos=EOS, seed=0):
-    sampler = Sampler(frozenset(eos), seed)
+    sampler = ListSampler(frozenset(eos), seed)
     lengths = (
         num_prompt_tokens if isinstance(num_prompt_tokens, list) else [num_prompt_tokens] * len(samplings)
     )
