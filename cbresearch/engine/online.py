@@ -181,22 +181,18 @@ class Engine:
         priority: int = 0,
         client: str = "",
         deadline: float | None = None,
-        cache_salt: str | None = None,
-        predicted_output: int | None = None,
     ) -> TokenStream:
         """Take in a request and return the stream of its tokens.
 
         Args:
-            prompt: Text, token ids, or a whole request, which has the rest; it arrives now, whatever its
-                `arrival` says.
+            prompt: Text, token ids, or a whole request, whose own fields count then, but for `arrival`: it
+                arrives now.
             max_tokens: Largest number of output tokens.
             sampling: How tokens are chosen; greedily by default.
             id: A name of its own; by default a number.
             priority: Smaller is more urgent.
             client: Who asks, for fair-share policies.
             deadline: Seconds since the engine's start by which the answer is wanted.
-            cache_salt: Prefixes are shared only with requests of the same salt.
-            predicted_output: Number of output tokens that a predictor expects.
 
         Raises:
             ValueError: It can never be served; the message says what it needs and what there is.
@@ -207,14 +203,7 @@ class Engine:
             return self._add(prompt, waits=False)
         name = self._next_id() if id is None else id
         request = self._request(name, prompt, max_tokens, sampling or SamplingParams())
-        request = replace(
-            request,
-            priority=priority,
-            client=client,
-            deadline=deadline,
-            cache_salt=cache_salt,
-            predicted_output=predicted_output,
-        )
+        request = replace(request, priority=priority, client=client, deadline=deadline)
         return self._add(request, waits=False)
 
     def generate(

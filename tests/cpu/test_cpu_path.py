@@ -1,4 +1,4 @@
-"""Products and attention in C++, and models that run on them, compiled or not, against float64 and `generate`."""
+"""Products and attention in C++, and models on them, compiled or not, against float64 and `generate`."""
 
 import logging
 import math
@@ -325,7 +325,7 @@ def test_a_compiler_that_fails_and_a_folder_that_cannot_be_are_named(fresh_libra
     monkeypatch.delenv("CXX")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CBRESEARCH_CACHE", str(tmp_path / "file" / "folder"))
-    with pytest.raises(ValueError, match="file/folder.* name another folder by CBRESEARCH_CACHE"):
+    with pytest.raises(ValueError, match=r"file/folder.* name another folder by CBRESEARCH_CACHE"):
         library()
 
 

@@ -21,7 +21,7 @@ def decode_pieces(pieces):
 
 
 def detokenize(decode, token_ids, stop=(), min_tokens=0):
-    """Return the detokenizer after the token that ends it, or after all, what it gave, and the tokens it took."""
+    """Return the detokenizer at the end, what it gave out, and the tokens that it took."""
     text = Detokenizer(decode, stop, min_tokens)
     given, taken = [], 0
     for place, token in enumerate(token_ids, start=1):
