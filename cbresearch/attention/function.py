@@ -2,17 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
 
-from cbresearch.attention.native_backend import NativeStep, attend_natively
 from cbresearch.attention.step import PagedStep
 from cbresearch.attention.torch_backend import attend_with_torch
 from cbresearch.attention.triton_backend import KernelInputs, attend_with_triton
 from cbresearch.config import ModelShape
-from cbresearch.kernels import native
 
 ATTENTION_NAME = "cbresearch_paged"
 BACKENDS = ("torch", "triton", "native")
@@ -21,25 +20,32 @@ BACKENDS = ("torch", "triton", "native")
 _NOT_APPLIED = ("block_indices", "indices", "position_bias", "sinks")
 
 
-def choose_backend(
-    asked: str | None, shape: ModelShape, device: torch.device, dtype: torch.dtype = torch.float32
-) -> str:
-    """Return "torch", "triton" or "native": the one place that decides.
+class OwnStep(Protocol):
+    """A step in a form of its own, which attends by itself; as `attend_with_triton` does."""
+
+    windows: tuple[int | None, ...]
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *,
+        scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Write a layer's keys and values into the pool and attend."""
+
+
+def choose_backend(asked: str | None, shape: ModelShape, device: torch.device) -> str:
+    """Return "torch", "triton" or "native": what is asked for, or else what suits.
 
     Left to itself, a GPU takes the kernels and a CPU takes PyTorch, where Triton has only its interpreter
     (`TRITON_INTERPRET=1`, set before Triton is imported). The kernels take neither latents nor values of
-    another size than keys. "native" is C++ for float32 on a CPU, taken only where it is asked for, since it
-    needs a compiler.
+    another size than keys. "native" is the business of the room `cpu`.
 
     Args:
         asked: What the user wants, or None.
         shape: The model's heads.
         device: Where it runs.
-        dtype: Element type of the cache.
 
     Raises:
-        ValueError: The backend is unknown, or was asked for and cannot serve the model, or there is no C++
-            compiler.
+        ValueError: The backend is unknown, or was asked for and cannot serve the model.
     """
     if asked is not None and asked not in BACKENDS:
         raise ValueError(f"attention backend {asked!r} is unknown; choose one of {BACKENDS}")
@@ -49,13 +55,6 @@ def choose_backend(
             "the Triton kernels take neither latents nor values of another size than keys; use the backend "
             "'torch' for this model"
         )
-    if asked == "native":
-        if device.type != "cpu" or dtype != torch.float32 or shape.latent_dim is not None:
-            raise ValueError(
-                "the backend 'native' and compiled models are for float32 on a CPU, not for latents; this "
-                f"model is {dtype} on {device.type}{'' if shape.latent_dim is None else ', with latents'}"
-            )
-        native.library()
     return asked or ("triton" if device.type == "cuda" and is_plain else "torch")
 
 
@@ -67,7 +66,7 @@ def attention_function(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    paged: PagedStep | KernelInputs | NativeStep | None = None,
+    paged: PagedStep | KernelInputs | OwnStep | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -105,27 +104,22 @@ def attention_function(
         raise ValueError(
             f"the attention {ATTENTION_NAME!r} runs only inside a ModelExecutor; restore the model's own"
         )
-    step = _of_backend(paged) if isinstance(paged, PagedStep) else paged
+    step = paged
+    if isinstance(paged, PagedStep) and paged.cache.backend == "triton":
+        step = paged.kernel_inputs
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = sliding_window if sliding_window is not None else step.windows[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tensors = (layer, query, key, value)
-    if isinstance(step, NativeStep):
-        attended = attend_natively(step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
+    if isinstance(step, PagedStep):
+        attended = attend_with_torch(step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
     elif isinstance(step, KernelInputs):
         attended = attend_with_triton(
             step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux
         )
     else:
-        attended = attend_with_torch(step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
+        attended = step.attend(*tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
     return attended, None
-
-
-def _of_backend(step: PagedStep) -> PagedStep | KernelInputs | NativeStep:
-    """Return a step as the backend of its pool takes it."""
-    if step.cache.backend == "triton":
-        return step.kernel_inputs
-    return step.native if step.cache.backend == "native" else step
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_function)

@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cbresearch.attention.native_backend import NativeStep
 from cbresearch.attention.pool import PagedCache
 from cbresearch.attention.triton_backend import KernelInputs
 
@@ -47,6 +46,7 @@ class PagedStep:
         block_tables: As the argument.
         starts: As the argument.
         num_tokens: As the argument.
+        is_stored: As the argument, True where all are.
         positions: int64 `[num_tokens]`: the position of each token in its sequence, on the host.
         slot_mapping: int64 `[num_tokens]`: the slot of each token.
         max_context: Tokens of the longest context.
@@ -78,7 +78,7 @@ class PagedStep:
         self.starts = starts
         self.num_tokens = num_tokens
         self._contexts = starts + num_tokens
-        self._is_stored = np.ones(len(starts), dtype=bool) if is_stored is None else is_stored
+        self.is_stored = np.ones(len(starts), dtype=bool) if is_stored is None else is_stored
         self._reads: dict[int | None, tuple[Read, ...]] = {}
         self.max_context = int(self._contexts.max())
         sequences = np.repeat(np.arange(len(starts)), num_tokens)
@@ -86,8 +86,8 @@ class PagedStep:
         self.positions = np.arange(ends[-1]) - np.repeat(ends - self._contexts, num_tokens)
         self.slot_mapping = self._slots(sequences, self.positions)
         self.stored, self.stored_slots = None, self.slot_mapping
-        if not self._is_stored.all():
-            stored = np.flatnonzero(self._is_stored[sequences])
+        if not self.is_stored.all():
+            stored = np.flatnonzero(self.is_stored[sequences])
             self.stored = torch.from_numpy(stored).to(self.slot_mapping.device)
             self.stored_slots = self.slot_mapping[self.stored]
 
@@ -108,16 +108,6 @@ class PagedStep:
         """The step as the Triton kernels take it."""
         return KernelInputs(
             self.cache, self.block_tables, self._contexts, self.num_tokens, self.written_slots
-        )
-
-    @cached_property
-    def native(self) -> NativeStep:
-        """The step as the C++ kernel takes it."""
-        first_tokens = np.cumsum(self.num_tokens) - self.num_tokens
-        sequences = np.stack((first_tokens, self.num_tokens, self.starts, self._is_stored), axis=1)
-        packed = np.concatenate((self.block_tables.shape, sequences.ravel(), self.block_tables.ravel()))
-        return NativeStep(
-            tuple(self.cache.kv), torch.from_numpy(packed), self.cache.config.block_size, self.windows
         )
 
     def reads(self, window: int | None) -> tuple[Read, ...]:

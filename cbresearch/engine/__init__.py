@@ -3,6 +3,6 @@
 from cbresearch.engine.executor import ModelExecutor
 from cbresearch.engine.online import Answer, Engine
 from cbresearch.engine.queue import QueueFull
-from cbresearch.engine.stream import Output, Stream, StreamedToken
+from cbresearch.engine.token_stream import Output, StreamedToken, TokenStream
 
-__all__ = ["Answer", "Engine", "ModelExecutor", "Output", "QueueFull", "Stream", "StreamedToken"]
+__all__ = ["Answer", "Engine", "ModelExecutor", "Output", "QueueFull", "StreamedToken", "TokenStream"]

@@ -1,17 +1,18 @@
 """Carry out plans on a transformers model, and measure how long they take."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 
 import numpy as np
 import torch
 
-from cbresearch.attention import PagedCache, PagedStep, batch_order, choose_backend
+from cbresearch.attention import PagedCache, PagedStep, choose_backend
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
-from cbresearch.engine.forward import CompiledForward, EagerForward, Forward, GraphForward
-from cbresearch.engine.sampler import Choice, Row, Sampler
-from cbresearch.engine.text import TextStream
-from cbresearch.engine.timing import DeviceTimer
+from cbresearch.cpu.forward import CompiledForward, NativeForward, is_native, native_threads
+from cbresearch.engine.detokenizer import Detokenizer
+from cbresearch.engine.forward import EagerForward, Forward, GraphForward
+from cbresearch.engine.sampler import Sampler, SamplerOutput
 from cbresearch.formulas import kv_bytes_per_token
 from cbresearch.models import LoadedModel, layer_windows
 from cbresearch.request import Request
@@ -24,22 +25,27 @@ class ModelExecutor:
     """Run each plan as one flat forward of a real model, and choose each request's tokens as it asks.
 
     The scheduler owns all bookkeeping; the executor only mirrors each seat's tokens and block table in
-    arrays that are written as the plan says. What goes wrong for one request ends that one alone.
+    arrays that are written as the plan says. What goes wrong for one request ends that one alone. The model
+    is left as it is, and may serve others meanwhile.
 
     Args:
         loaded: The model.
         scheduler: The limits that the plans obey.
         cache: The KV pool to allocate.
-        backend: What computes the attention: "torch", "triton", "native" (C++), or None for what suits.
-        compile: Compile the model, for float32 on a CPU; see `CompiledForward`. The first forward then takes
-            long, so that `warm_up` is best called first.
+        backend: What computes the attention: "torch", "triton", "native", or None for what suits. "native" is
+            C++, with the linear layers in C++ too, for float32 on a CPU; there it suits wherever a C++
+            compiler is found. It uses as many threads as PyTorch would (`OMP_NUM_THREADS`,
+            `torch.set_num_threads`), and waits for none whose core another process keeps busy.
+        compile: Compile the model too, for long runs with the backend "native"; see `CompiledForward`. The
+            first forward then takes long, so that `warm_up` is best called first.
         graphs: Capture decode steps as CUDA graphs; see `GraphForward`.
         seed: For what is drawn for requests that have no seed of their own; their ids make them differ.
         clock: Seconds, for the durations.
         fill: Value to fill the KV pools with, for tests; by default they are left uninitialised.
 
     Raises:
-        ValueError: There is no room for the pools, or the cache frees blocks that some layer reads.
+        ValueError: There is no room for the pools, the cache frees blocks that some layer reads, or the
+            backend is unknown or cannot serve the model.
     """
 
     def __init__(
@@ -56,32 +62,35 @@ class ModelExecutor:
         fill: float | None = None,
     ) -> None:
         self.loaded = loaded
-        model = loaded.model
-        _check_window(loaded.name, loaded.shape, cache)
+        model, shape = loaded.model, loaded.shape
+        _check_window(loaded.name, shape, cache)
+        wanted = "native" if compile else backend
+        native = not graphs and is_native(wanted, shape, model.device, model.dtype)
         self.cache = PagedCache(
-            loaded.shape,
+            shape,
             cache,
-            windows=layer_windows(model.config, loaded.shape.num_layers),
-            backend=choose_backend("native" if compile else backend, loaded.shape, model.device, model.dtype),
+            windows=layer_windows(model.config, shape.num_layers),
+            backend="native" if native else choose_backend(wanted, shape, model.device),
             dtype=model.dtype,
             device=model.device,
             fill=fill,
         )
         self._run_model: Forward
         if graphs:
-            longest = min(cache.num_tokens, loaded.shape.max_model_len or cache.num_tokens)
+            longest = min(cache.num_tokens, shape.max_model_len or cache.num_tokens)
             self._run_model = GraphForward(model, self.cache, scheduler.max_num_seqs, longest)
+        elif native:
+            self._run_model = CompiledForward(model) if compile else NativeForward(model)
         else:
-            self._run_model = (CompiledForward if compile else EagerForward)(model, self.cache)
+            self._run_model = EagerForward(model, self.cache)
+        self._threads = native_threads if native else nullcontext
         self._clock = clock
-        self._block_size = cache.block_size
-        self._token_ids = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
-        self._block_tables = np.zeros((scheduler.max_num_seqs, 0), dtype=np.int64)
-        self._num_blocks = [0] * scheduler.max_num_seqs
-        self._sampler = Sampler(scheduler.max_num_seqs, loaded.eos_token_ids, seed)
-        self._stops_from = [0] * scheduler.max_num_seqs
-        self._texts: list[TextStream | None] = [None] * scheduler.max_num_seqs
-        self._timer = DeviceTimer(model.device, clock)
+        self._num_seats = scheduler.max_num_seqs
+        self._token_ids = np.zeros((self._num_seats, 0), dtype=np.int64)
+        self._block_tables = np.zeros((self._num_seats, 0), dtype=np.int64)
+        self._num_blocks = [0] * self._num_seats
+        self._sampler = Sampler(loaded.eos_token_ids, seed)
+        self._detokenizers: dict[int, Detokenizer] = {}
 
     def check(self, request: Request) -> None:
         """Refuse a request that the model cannot serve.
@@ -120,11 +129,12 @@ class ModelExecutor:
         mark = 12345.0
         for layer in self.cache.kv:
             layer[0].fill_(mark)
-        num_seqs = min(num_seqs, len(self._num_blocks), self.cache.config.num_blocks)
-        blocks, ones = np.arange(num_seqs), np.ones(num_seqs, dtype=np.int64)
+        blocks = np.arange(min(num_seqs, self._num_seats, self.cache.config.num_blocks))
+        ones = np.ones_like(blocks)
         for _ in range(num_steps):
-            step = PagedStep(self.cache, blocks[:, None], np.zeros_like(ones), ones)
-            self._forward(step, ones, blocks)
+            with self._threads():
+                step = PagedStep(self.cache, blocks[:, None], np.zeros_like(ones), ones)
+                self._run_model(ones, step, blocks)
         untouched = [place for place, layer in enumerate(self.cache.kv) if bool((layer[0] == mark).all())]
         if untouched:
             raise ValueError(
@@ -143,49 +153,65 @@ class ModelExecutor:
         for entry in plan.scheduled:
             if entry.new_block_ids:
                 self._append_blocks(entry.seat, entry.new_block_ids)
-        rows = [(entry.seat, entry.start, entry.num_tokens, entry.samples, True) for entry in plan.scheduled]
-        # A padding row computes its last position over again; what comes of it is thrown away.
-        rows += [(row.seat, row.context_length - 1, 1, True, False) for row in plan.padding]
-        if not rows:
+        if not plan.scheduled and not plan.padding:
             # The step only made room.
             return StepResult(self._clock() - began, {})
-        seats, starts, num_tokens, samples, is_stored = np.array(rows, dtype=np.int64).T
-        order = batch_order(starts, num_tokens)
-        seats, starts, num_tokens, samples = seats[order], starts[order], num_tokens[order], samples[order]
-        num_blocks = -(-int((starts + num_tokens).max()) // self._block_size)
+        with self._threads():
+            outputs, device_duration = self._sampled(plan)
+            return self._result(plan, began, outputs, device_duration)
+
+    def _sampled(self, plan: Plan) -> tuple[dict[int, SamplerOutput], float]:
+        """Compute a batch; return what was chosen for each seat, and the seconds that the device took."""
+        # A padding row computes its last position over again; what comes of it is thrown away.
+        padding = [
+            Scheduled(row.request_id, row.seat, row.context_length - 1, 1, False, True, ())
+            for row in plan.padding
+        ]
+        # As `PagedStep` wants them: single queries first, long contexts before short.
+        rows = sorted((*plan.scheduled, *padding), key=lambda row: (row.num_tokens > 1, -row.start))
+        seats = np.array([row.seat for row in rows])
+        num_tokens = np.array([row.num_tokens for row in rows])
+        num_blocks = -(-max(row.context_length for row in rows) // self.cache.config.block_size)
         step = PagedStep(
             self.cache,
             self._block_tables[seats, :num_blocks],
-            starts,
+            np.array([row.start for row in rows]),
             num_tokens,
-            is_stored[order].astype(bool) if plan.padding else None,
+            ~np.isin(seats, [row.seat for row in padding]),
         )
         token_ids = self._token_ids[np.repeat(seats, num_tokens), step.positions]
-        sampled = np.flatnonzero(samples)
-        ends = zip(seats[sampled].tolist(), (starts + num_tokens)[sampled].tolist(), strict=True)
-        wanted = [Row(seat, self._token_ids[seat, :length]) for seat, length in ends]
-        self._timer.start()
-        logits = self._forward(step, token_ids, np.cumsum(num_tokens)[sampled] - 1)
-        choices = self._sampler.choose(logits, wanted)
-        device_duration = self._timer.stop()
-        by_seat = {row.seat: choice for row, choice in zip(wanted, choices, strict=True)}
-        return self._result(plan, by_seat, began, device_duration)
+        places = np.cumsum(num_tokens)[[row.samples for row in rows]] - 1
+        known = {row.seat: self._token_ids[row.seat, : row.context_length] for row in rows if row.samples}
+        began = self._clock()
+        # A GPU works later than it is told to, so that its own queue has to tell the time.
+        events = None
+        if self.cache.kv[0].is_cuda:
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+            events[0].record()
+        # A step of unfinished prompts samples nothing; it still runs, on one place's logits.
+        logits = self._run_model(token_ids, step, places if len(places) else np.zeros(1, dtype=np.int64))
+        outputs = self._sampler.choose(logits[: len(places)], known)
+        if events is None:
+            return outputs, self._clock() - began
+        events[1].record()
+        events[1].synchronize()
+        return outputs, events[0].elapsed_time(events[1]) / 1e3
 
     def _result(
-        self, plan: Plan, choices: dict[int, Choice], began: float, device_duration: float
+        self, plan: Plan, began: float, outputs: Mapping[int, SamplerOutput], device_duration: float
     ) -> StepResult:
-        tokens, stopped, failed, logprobs = {}, [], {}, {}
+        tokens, stopped, failed, logprobs = {}, set(), {}, {}
         for entry in plan.scheduled:
             if not entry.samples:
                 continue
             seat, request_id = entry.seat, entry.request_id
-            token, its_logprobs, error = choices[seat]
-            is_stopped = False
+            token, its_logprobs, error = outputs[seat]
             if token is not None:
                 if entry.context_length < self._token_ids.shape[1]:
                     self._token_ids[seat, entry.context_length] = token
                 try:
-                    is_stopped = self._stops(entry, token)
+                    if self._stops(seat, token):
+                        stopped.add(request_id)
                 except Exception as problem:
                     # A tokenizer is another's code, and this request's text may be what it cannot take.
                     error = f"its text could not be decoded: {type(problem).__name__}: {problem}"
@@ -198,50 +224,41 @@ class ModelExecutor:
             tokens[request_id] = token
             if its_logprobs is not None:
                 logprobs[request_id] = its_logprobs
-            if is_stopped:
-                stopped.append(request_id)
         return StepResult(
             self._clock() - began, tokens, frozenset(stopped), failed, logprobs, device_duration
         )
 
-    def _stops(self, entry: Scheduled, token: int) -> bool:
+    def _stops(self, seat: int, token: int) -> bool:
         """Return whether a new token ends its request's output."""
-        text = self._texts[entry.seat]
-        if text is not None:
-            text.push(token, entry.context_length + 1 >= self._stops_from[entry.seat])
-        is_stopped = text is not None and text.stopped_by is not None
-        return is_stopped or self._sampler.ends(entry.seat, token)
-
-    @torch.inference_mode()
-    def _forward(self, step: PagedStep, token_ids: np.ndarray, keep: np.ndarray) -> torch.Tensor:
-        """Return the logits behind each kept place of the batch, `[num_kept, vocab_size]`."""
-        # A step of unfinished prompts samples nothing; it still runs, on one place's logits.
-        places = keep if len(keep) else np.array([len(token_ids) - 1])
-        return self._run_model(token_ids, step, places)[: len(keep)]
+        detokenizer = self._detokenizers.get(seat)
+        if detokenizer is not None:
+            detokenizer.push(token)
+            if detokenizer.stopped_by is not None:
+                return True
+        return self._sampler.ends(seat, token)
 
     def _seat(self, request: Request, seat: int, output_token_ids: tuple[int, ...]) -> None:
-        prompt = request.prompt
+        prompt, sampling = request.prompt, request.sampling
         assert isinstance(prompt, tuple)
         length = len(prompt) + request.max_tokens
         self._token_ids = _widened(self._token_ids, length)
-        self._block_tables = _widened(self._block_tables, -(-length // self._block_size))
+        self._block_tables = _widened(self._block_tables, -(-length // self.cache.config.block_size))
         known = prompt + output_token_ids
         self._token_ids[seat, : len(known)] = known
         self._num_blocks[seat] = 0
         self._sampler.seat(seat, request)
-        self._texts[seat] = None
-        if request.sampling.stop:
-            self._stops_from[seat] = len(prompt) + request.sampling.min_tokens
-            text = self._texts[seat] = TextStream(self.loaded.decode, request.sampling.stop)
-            for place, token in enumerate(output_token_ids, start=len(prompt) + 1):
-                text.push(token, place >= self._stops_from[seat])
+        self._detokenizers.pop(seat, None)
+        if sampling.stop:
+            detokenizer = Detokenizer(self.loaded.decode, sampling.stop, sampling.min_tokens)
+            detokenizer.push(*output_token_ids)
+            self._detokenizers[seat] = detokenizer
 
     def _append_blocks(self, seat: int, block_ids: tuple[int, ...]) -> None:
         held = self._num_blocks[seat]
-        # A reservation can be longer than its request.
-        self._block_tables = _widened(self._block_tables, held + len(block_ids))
-        self._block_tables[seat, held : held + len(block_ids)] = block_ids
         self._num_blocks[seat] = held + len(block_ids)
+        # A reservation can be longer than its request.
+        self._block_tables = _widened(self._block_tables, self._num_blocks[seat])
+        self._block_tables[seat, held : self._num_blocks[seat]] = block_ids
 
 
 def default_cache(shape: ModelShape, limits: SchedulerConfig, block_size: int = 16) -> CacheConfig:
@@ -280,6 +297,4 @@ def _widened(array: np.ndarray, width: int) -> np.ndarray:
     """Return the array with at least `width` columns, at least doubled if it has to grow."""
     if width <= array.shape[1]:
         return array
-    grown = np.zeros((array.shape[0], max(width, 2 * array.shape[1])), dtype=array.dtype)
-    grown[:, : array.shape[1]] = array
-    return grown
+    return np.pad(array, ((0, 0), (0, max(width, 2 * array.shape[1]) - array.shape[1])))

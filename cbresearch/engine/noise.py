@@ -49,4 +49,5 @@ def _mixed(values: Tensor) -> Tensor:
 
 def _shifted(values: Tensor, places: int) -> Tensor:
     """Return the bits moved right, zeros coming in: int64's own shift brings in the sign."""
-    return (values >> places) & (2 ** (64 - places) - 1)
+    shifted: Tensor = (values >> places) & (2 ** (64 - places) - 1)
+    return shifted

@@ -1,29 +1,30 @@
 """The online engine: requests come at any time, their tokens go out as they are generated."""
 
-import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain, count, zip_longest
+from typing import TypeVar
 
 from tqdm.auto import tqdm
 
 from cbresearch import models, policies
 from cbresearch.config import CacheConfig, QueueLimits, SchedulerConfig
 from cbresearch.engine.executor import ModelExecutor, default_cache
-from cbresearch.engine.queue import QueueFull, WaitingRoom
-from cbresearch.engine.stream import Output, Stream
+from cbresearch.engine.queue import AdmissionQueue, QueueFull
+from cbresearch.engine.token_stream import Output, TokenStream
 from cbresearch.models import LoadedModel
 from cbresearch.policies import Policy
-from cbresearch.request import Refusal, Request, RequestState, SamplingParams, parallel_samples
+from cbresearch.request import Refusal, Request, RequestState, SamplingParams, TokenLogprobs, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop, record_of
 from cbresearch.trace import RequestRecord, StepRecord, Trace
 
 Prompt = str | Sequence[int]
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +53,7 @@ class Answer:
         return self.outputs[0].error
 
 
+@dataclass(slots=True)
 class _Ticket:
     """A request that is in the engine.
 
@@ -61,12 +63,23 @@ class _Ticket:
         num_sent: Tokens that the stream has.
     """
 
-    __slots__ = ("num_sent", "state", "stream")
+    stream: TokenStream
+    state: RequestState | None = None
+    num_sent: int = 0
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self.state: RequestState | None = None
-        self.num_sent = 0
+    def record(self) -> RequestRecord:
+        """Return what there is to know of the request so far."""
+        request = self.stream.request
+        return record_of(request, self.state or RequestState(request, 0))
+
+    def send(self, record: RequestRecord | None = None) -> None:
+        """Hand the stream the tokens that it does not have yet and, in the end, the record."""
+        unsent: list[tuple[int, TokenLogprobs | None]] = []
+        if self.state is not None:
+            begin, self.num_sent = self.num_sent, len(self.state.output_token_ids)
+            tokens = self.state.output_token_ids[begin:]
+            unsent = list(zip_longest(tokens, self.state.logprobs[begin:]))
+        self.stream.put(unsent, record)
 
 
 class Engine:
@@ -83,9 +96,12 @@ class Engine:
         queue: What may wait for a first seat.
         keep_trace: Whether to keep a record of every step and request for `trace()`. A server that runs for
             days should not.
+        backend: As for `ModelExecutor`; so are `compile`, `graphs`, `seed` and `fill`.
+        compile: Compile the model, for long runs on a CPU.
+        graphs: Capture decode steps as CUDA graphs.
         seed: For what is drawn for requests that have no seed of their own.
         clock: Seconds.
-        **executor: Further arguments of `ModelExecutor`.
+        fill: Value to fill the KV pools with, for tests.
 
     Raises:
         ValueError: A name is unknown, or there is no room for the pool.
@@ -100,25 +116,36 @@ class Engine:
         cache: CacheConfig | None = None,
         queue: QueueLimits | None = None,
         keep_trace: bool = True,
+        backend: str | None = None,
+        compile: bool = False,
+        graphs: bool = False,
         seed: int = 0,
         clock: Callable[[], float] = time.perf_counter,
-        **executor: Any,
+        fill: float | None = None,
     ) -> None:
         self.loaded = models.load(model) if isinstance(model, str) else model
         limits = scheduler or SchedulerConfig()
         cache = cache or default_cache(self.loaded.shape, limits)
         policy = policies.get(policy)
-        carried_out = ModelExecutor(self.loaded, limits, cache, seed=seed, clock=clock, **executor)
-        carried_out.warm_up()
-        self._loop = Loop(Scheduler(policy, limits, cache), carried_out)
+        executor = ModelExecutor(
+            *(self.loaded, limits, cache),
+            backend=backend,
+            compile=compile,
+            graphs=graphs,
+            seed=seed,
+            clock=clock,
+            fill=fill,
+        )
+        executor.warm_up()
+        self._loop = Loop(Scheduler(policy, limits, cache), executor)
         self._keep_trace = keep_trace
         self._clock = clock
         self._began = clock()
-        self._numbers = itertools.count()
+        self._numbers = count()
         # Guards everything below; the engine's thread holds it between steps only.
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._room = WaitingRoom(queue or QueueLimits())
+        self._queue = AdmissionQueue(queue or QueueLimits())
         self._inbox: list[_Ticket] = []
         self._aborting: set[str] = set()
         self._tickets: dict[str, _Ticket] = {}
@@ -144,44 +171,39 @@ class Engine:
         """Return how many accepted requests have not come to their end."""
         return len(self._tickets)
 
-    def request(
+    def add(
         self,
-        prompt: Prompt,
+        prompt: Prompt | Request,
         max_tokens: int = 128,
         sampling: SamplingParams | None = None,
+        *,
         id: str | None = None,
-        **others: Any,
-    ) -> Request:
-        """Return a request for `add`, its text tokenized.
-
-        Args:
-            prompt: Text or token ids.
-            max_tokens: Largest number of output tokens.
-            sampling: How tokens are chosen; greedily by default.
-            id: A name of its own; by default a number.
-            **others: Further fields of `Request`, such as `priority`.
-
-        Raises:
-            ValueError: A field is out of range.
-        """
-        token_ids = tuple(self.loaded.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-        name = f"request-{next(self._numbers)}" if id is None else id
-        return Request(name, token_ids, max_tokens, sampling=sampling or SamplingParams(), **others)
-
-    def add(self, prompt: Prompt | Request, *arguments: Any, **fields: Any) -> Stream:
+        priority: int = 0,
+        client: str = "",
+        deadline: float | None = None,
+    ) -> TokenStream:
         """Take in a request and return the stream of its tokens.
 
         Args:
-            prompt: Text, token ids, or a whole request; it arrives now, whatever its `arrival` says.
-            *arguments: As for `request`.
-            **fields: As for `request`.
+            prompt: Text, token ids, or a whole request, whose own fields count then, but for `arrival`: it
+                arrives now.
+            max_tokens: Largest number of output tokens.
+            sampling: How tokens are chosen; greedily by default.
+            id: A name of its own; by default a number.
+            priority: Smaller is more urgent.
+            client: Who asks, for fair-share policies.
+            deadline: Seconds since the engine's start by which the answer is wanted.
 
         Raises:
             ValueError: It can never be served; the message says what it needs and what there is.
             QueueFull: Too much waits already.
             RuntimeError: The engine has stopped.
         """
-        request = prompt if isinstance(prompt, Request) else self.request(prompt, *arguments, **fields)
+        if isinstance(prompt, Request):
+            return self._add(prompt, waits=False)
+        name = self._next_id() if id is None else id
+        request = self._request(name, prompt, max_tokens, sampling or SamplingParams())
+        request = replace(request, priority=priority, client=client, deadline=deadline)
         return self._add(request, waits=False)
 
     def generate(
@@ -204,28 +226,23 @@ class Engine:
             ValueError: There is not one `max_tokens` or one `sampling` for each prompt.
             RuntimeError: The engine has stopped.
         """
-        lengths = _for_each("max_tokens", max_tokens, int, len(prompts))
-        params = _for_each("sampling", sampling or SamplingParams(), SamplingParams, len(prompts))
-        places: list[list[Stream | Output]] = []
-        quiet = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
+        lengths = _for_each("max_tokens", max_tokens, len(prompts))
+        params = _for_each("sampling", sampling or SamplingParams(), len(prompts))
+        streams: list[list[TokenStream | Output]] = []
         try:
-            for prompt, length, choice in zip(prompts, lengths, params, strict=True):
-                places.append([])
-                name = f"request-{next(self._numbers)}"
-                try:
-                    request = self.request(prompt, length, choice, name)
-                    for sample in parallel_samples(request) if choice.n > 1 else (request,):
-                        places[-1].append(self._add(sample, waits=True))
-                except (ValueError, QueueFull) as error:
-                    places[-1].append(_refused(name, str(error)))
-            bar = tqdm(places, desc="generate", unit="prompt", file=sys.stderr, disable=quiet)
+            for asked in zip(prompts, lengths, params, strict=True):
+                # A list at once: an error in the middle then still ends what was added before.
+                streams.append([])
+                streams[-1].extend(self._streams(*asked))
+            quiet = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
+            bar = tqdm(streams, desc="generate", unit="prompt", file=sys.stderr, disable=quiet)
             return [
-                Answer(tuple(item.result() if isinstance(item, Stream) else item for item in place))
-                for place in bar
+                Answer(tuple(item.result() if isinstance(item, TokenStream) else item for item in items))
+                for items in bar
             ]
         except BaseException:
-            for item in itertools.chain.from_iterable(places):
-                if isinstance(item, Stream):
+            for item in chain.from_iterable(streams):
+                if isinstance(item, TokenStream):
                     item.abort()
             raise
 
@@ -251,8 +268,7 @@ class Engine:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
-        if self._failure is not None:
-            raise RuntimeError(f"the engine failed: {self._failure}") from self._failure
+        self._raise_failure()
 
     def trace(self) -> Trace:
         """Return what has happened so far; times count from the engine's start.
@@ -262,17 +278,12 @@ class Engine:
         """
         if not self._keep_trace:
             raise ValueError("this engine keeps no trace; build it with keep_trace=True")
-        scheduler = self._loop.scheduler
         with self._condition:
-            running = {
-                name: record_of(ticket.stream.request, ticket.state)
-                for name, ticket in self._tickets.items()
-                if ticket.state is not None
-            }
+            running = {name: ticket.record() for name, ticket in self._tickets.items()}
             return Trace(
-                policy=scheduler.policy.name,
-                scheduler=scheduler.config,
-                cache=scheduler.kv.config,
+                policy=self.scheduler.policy.name,
+                scheduler=self.scheduler.config,
+                cache=self.scheduler.kv.config,
                 steps=tuple(self._steps),
                 requests=tuple(running.get(name, record) for name, record in self._records.items()),
             )
@@ -280,7 +291,27 @@ class Engine:
     def _now(self) -> float:
         return self._clock() - self._began
 
-    def _add(self, request: Request, waits: bool) -> Stream:
+    def _next_id(self) -> str:
+        return f"request-{next(self._numbers)}"
+
+    def _request(self, name: str, prompt: Prompt, max_tokens: int, sampling: SamplingParams) -> Request:
+        token_ids = tuple(self.loaded.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
+        return Request(name, token_ids, max_tokens, sampling=sampling)
+
+    def _streams(
+        self, prompt: Prompt, max_tokens: int, sampling: SamplingParams
+    ) -> Iterator[TokenStream | Output]:
+        """Add as many requests as answers are wanted, and yield their streams; or the error for an answer."""
+        name = self._next_id()
+        try:
+            request = self._request(name, prompt, max_tokens, sampling)
+            for sample in parallel_samples(request) if sampling.n > 1 else (request,):
+                yield self._add(sample, waits=True)
+        except (ValueError, QueueFull) as error:
+            record = record_of(Refusal(name, str(error)), None)
+            yield Output(name, (), (), "", None, None, (), str(error), record)
+
+    def _add(self, request: Request, waits: bool) -> TokenStream:
         self._loop.validate(request)
         with self._condition:
             self._check_open()
@@ -290,19 +321,19 @@ class Engine:
                 )
             while True:
                 try:
-                    self._room.enter(request)
+                    self._queue.enter(request)
                     break
                 except QueueFull:
-                    if not waits or self._room.is_empty:
+                    if not waits or self._queue.is_empty:
                         raise
                 self._condition.wait()
                 self._check_open()
             request = replace(request, arrival=self._now())
-            ticket = _Ticket(Stream(request, self.loaded.decode, self.abort))
+            ticket = _Ticket(TokenStream(request, self.loaded.decode, self.abort))
             self._tickets[request.id] = ticket
             self._inbox.append(ticket)
             if self._keep_trace:
-                self._records[request.id] = record_of(request, RequestState(request, 0))
+                self._records[request.id] = ticket.record()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="cbresearch-engine", daemon=True)
                 self._thread.start()
@@ -310,20 +341,22 @@ class Engine:
         return ticket.stream
 
     def _check_open(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(f"the engine failed: {self._failure}") from self._failure
+        self._raise_failure()
         if self._stopping is not None:
             raise RuntimeError("the engine has stopped; build another one")
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the engine failed: {self._failure}") from self._failure
 
     def _run(self) -> None:
         try:
             while self._prepare():
-                record, finished = self._loop.step(self._now)
-                self._publish(record, finished)
+                self._publish(*self._loop.step(self._now))
         except BaseException as failure:
             self._failure = failure
         with self._condition:
-            error = f"the engine failed: {self._failure}" if self._failure is not None else None
+            error = None if self._failure is None else f"the engine failed: {self._failure}"
             self._stopping = self._stopping or "abort"
             for ticket in list(self._tickets.values()):
                 self._close(ticket, "abort" if error is None else "error", error)
@@ -331,97 +364,68 @@ class Engine:
 
     def _prepare(self) -> bool:
         """Wait for work and take it in; return whether there is a step to serve."""
-        scheduler = self._loop.scheduler
+        scheduler = self.scheduler
         with self._condition:
             while True:
-                self._take_in()
+                for ticket in self._inbox:
+                    ticket.state = scheduler.submit(ticket.stream.request)
+                self._inbox.clear()
                 if self._stopping == "abort" or (self._stopping and not scheduler.has_work):
-                    for request_id in list(self._tickets):
-                        self._end(request_id)
+                    self._aborting.update(self._tickets)
+                for request_id in self._aborting & self._tickets.keys():
+                    scheduler.abort(request_id)
+                    self._close(self._tickets[request_id])
+                self._aborting.clear()
+                if scheduler.has_work:
+                    now = self._now()
+                    wake = scheduler.wakes(now)
+                    if wake is None:
+                        return True
+                    self._condition.wait(wake - now)
+                elif self._stopping:
                     return False
-                if not scheduler.has_work:
+                else:
                     self._condition.wait()
-                    continue
-                now = self._now()
-                wake = scheduler.wakes(now)
-                if wake is None:
-                    return True
-                self._condition.wait(wake - now)
-
-    def _take_in(self) -> None:
-        for ticket in self._inbox:
-            ticket.state = self._loop.scheduler.submit(ticket.stream.request)
-        self._inbox.clear()
-        for request_id in self._aborting:
-            self._end(request_id)
-        self._aborting.clear()
-
-    def _end(self, request_id: str) -> None:
-        """Abort a request that is queued or runs, if it is still there."""
-        ticket = self._tickets.get(request_id)
-        if ticket is not None:
-            self._loop.scheduler.abort(request_id)
-            self._close(ticket)
 
     def _publish(self, record: StepRecord, finished: Sequence[RequestState]) -> None:
         with self._condition:
             if self._keep_trace:
                 self._steps.append(record)
             for admission in record.plan.admitted:
-                self._room.leave(admission.request.id)
+                self._queue.leave(admission.request.id)
             for entry in record.plan.scheduled:
-                if entry.samples:
-                    ticket = self._tickets[entry.request_id]
-                    if ticket.state is not None and ticket.state.finish_reason is None:
-                        ticket.stream.put(_unsent(ticket))
+                ticket = self._tickets[entry.request_id]
+                if entry.samples and ticket.state is not None and ticket.state.finish_reason is None:
+                    ticket.send()
             for state in finished:
                 self._close(self._tickets[state.id])
             self._condition.notify_all()
 
     def _close(self, ticket: _Ticket, reason: str | None = None, error: str | None = None) -> None:
         """Hand over a request's last tokens and its record, and let go of it."""
-        request, state = ticket.stream.request, ticket.state
-        record = record_of(request, state or RequestState(request, 0))
+        record = ticket.record()
         if record.finish_reason is None:
             record = replace(record, finish_reason=reason, error=error)
-        ticket.stream.put(_unsent(ticket), record)
-        del self._tickets[request.id]
-        self._room.leave(request.id)
+        ticket.send(record)
+        del self._tickets[record.id]
+        self._queue.leave(record.id)
         if self._keep_trace:
-            self._records[request.id] = record
-        elif state is not None:
-            self._forget(request.id)
+            self._records[record.id] = record
+        elif ticket.state is not None:
+            # Rows that a static batch still computes can be forgotten only later.
+            self._unforgotten.append(record.id)
+            self._unforgotten = [name for name in self._unforgotten if not self._forgets(name)]
 
-    def _forget(self, request_id: str) -> None:
-        """Let the scheduler forget who is finished; rows that a static batch still computes come later."""
-        self._unforgotten.append(request_id)
-        remaining = []
-        for name in self._unforgotten:
-            try:
-                self._loop.scheduler.forget(name)
-            except ValueError:
-                remaining.append(name)
-        self._unforgotten = remaining
+    def _forgets(self, request_id: str) -> bool:
+        try:
+            self.scheduler.forget(request_id)
+        except ValueError:
+            return False
+        return True
 
 
-def _unsent(ticket: _Ticket) -> list[tuple[int, Any]]:
-    """Return the tokens that a stream does not have yet, with their log-probabilities, and count them."""
-    state, begin = ticket.state, ticket.num_sent
-    if state is None:
-        return []
-    tokens = state.output_token_ids[begin:]
-    ticket.num_sent += len(tokens)
-    logprobs = state.logprobs[begin:] or [None] * len(tokens)
-    return list(zip(tokens, logprobs, strict=True))
-
-
-def _refused(name: str, error: str) -> Output:
-    record = record_of(Refusal(name, error), None)
-    return Output(name, (), (), "", None, None, (), error, record)
-
-
-def _for_each(name: str, given: Any, kind: type, number: int) -> list[Any]:
-    values = [given] * number if isinstance(given, kind) else list(given)
+def _for_each(name: str, given: _Value | Sequence[_Value], number: int) -> Sequence[_Value]:
+    values = given if isinstance(given, Sequence) else [given] * number
     if len(values) != number:
         raise ValueError(f"there are {number} prompts but {len(values)} values of {name}; give one for each")
     return values

@@ -1,4 +1,4 @@
-"""Who waits for a first seat, and how many may."""
+"""Back-pressure: how many accepted requests may wait for their first seat."""
 
 from cbresearch.config import QueueLimits
 from cbresearch.request import Request
@@ -8,7 +8,7 @@ class QueueFull(RuntimeError):
     """Too much waits already; the request was not taken, and may be sent again later."""
 
 
-class WaitingRoom:
+class AdmissionQueue:
     """Count the requests that were accepted and have not had a seat yet.
 
     Args:
@@ -18,11 +18,10 @@ class WaitingRoom:
     def __init__(self, limits: QueueLimits) -> None:
         self._limits = limits
         self._num_prompt_tokens: dict[str, int] = {}
-        self._num_tokens = 0
 
     @property
     def is_empty(self) -> bool:
-        """Return whether nobody waits."""
+        """Return whether no request waits."""
         return not self._num_prompt_tokens
 
     def enter(self, request: Request) -> None:
@@ -31,22 +30,21 @@ class WaitingRoom:
         Raises:
             QueueFull: There is no room for it; the message has the numbers.
         """
-        num_requests, limits = len(self._num_prompt_tokens), self._limits
-        if limits.max_num_requests is not None and num_requests + 1 > limits.max_num_requests:
+        num_requests, num_tokens = len(self._num_prompt_tokens), sum(self._num_prompt_tokens.values())
+        most_requests, most_tokens = self._limits.max_num_requests, self._limits.max_num_tokens
+        if most_requests is not None and num_requests + 1 > most_requests:
             raise QueueFull(
                 f"request {request.id!r}: {num_requests} requests wait for a seat, and the queue takes "
-                f"{limits.max_num_requests}; send it again later or raise max_num_requests"
+                f"{most_requests}; send it again later or raise max_num_requests"
             )
-        num_tokens = request.num_prompt_tokens
-        if limits.max_num_tokens is not None and self._num_tokens + num_tokens > limits.max_num_tokens:
+        if most_tokens is not None and num_tokens + request.num_prompt_tokens > most_tokens:
             raise QueueFull(
-                f"request {request.id!r}: its {num_tokens} prompt tokens and the {self._num_tokens} that "
-                f"wait for a seat are over the queue's {limits.max_num_tokens}; send it again later or raise "
+                f"request {request.id!r}: its {request.num_prompt_tokens} prompt tokens and the {num_tokens} "
+                f"that wait for a seat are over the queue's {most_tokens}; send it again later or raise "
                 "max_num_tokens"
             )
-        self._num_prompt_tokens[request.id] = num_tokens
-        self._num_tokens += num_tokens
+        self._num_prompt_tokens[request.id] = request.num_prompt_tokens
 
     def leave(self, request_id: str) -> None:
         """Let a request go, if it is still there."""
-        self._num_tokens -= self._num_prompt_tokens.pop(request_id, 0)
+        self._num_prompt_tokens.pop(request_id, None)

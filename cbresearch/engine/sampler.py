@@ -1,8 +1,9 @@
 """Choose the next tokens of a batch, each row as its own request asks."""
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,19 +21,7 @@ from cbresearch.engine.noise import gumbel, noise_key
 from cbresearch.request import Request, SamplingParams, TokenLogprobs
 
 
-class Row(NamedTuple):
-    """A request whose next token is wanted.
-
-    Attributes:
-        seat: Its seat.
-        token_ids: int64: its prompt and its output so far.
-    """
-
-    seat: int
-    token_ids: np.ndarray
-
-
-class Choice(NamedTuple):
+class SamplerOutput(NamedTuple):
     """The next token of a row.
 
     Attributes:
@@ -46,163 +35,184 @@ class Choice(NamedTuple):
     error: str | None = None
 
 
-class Sampler:
-    """Choose tokens from logits; what is chosen for a request does not depend on the others in the batch.
-
-    Args:
-        num_seats: Rows of the largest batch.
-        eos_token_ids: Tokens that end an output.
-        seed: For requests that have none of their own.
-    """
-
-    def __init__(self, num_seats: int, eos_token_ids: frozenset[int], seed: int = 0) -> None:
-        self._eos_token_ids = eos_token_ids
-        self._seed = seed
-        self._seats: list[_Seat | None] = [None] * num_seats
-
-    def seat(self, seat: int, request: Request) -> None:
-        """Note how a seat's tokens are to be chosen from now on."""
-        sampling = request.sampling
-        ends = frozenset(sampling.stop_token_ids)
-        if not sampling.ignore_eos:
-            ends |= self._eos_token_ids
-        recipe = None
-        if sampling.temperature or sampling.min_tokens or _has_penalty(sampling):
-            # What all requests of one recipe share; the rest is each one's own.
-            recipe = replace(
-                sampling, seed=None, n=1, min_tokens=0, stop=(), stop_token_ids=(), num_logprobs=None
-            )
-        key = noise_key("seed", sampling.seed)
-        if sampling.seed is None:
-            key = noise_key("request", self._seed, request.id)
-        self._seats[seat] = _Seat(sampling, recipe, ends, request.num_prompt_tokens, key)
-
-    def ends(self, seat: int, token: int) -> bool:
-        """Return whether a token ends the output of a seat."""
-        return token in self._at(seat).ends
-
-    def choose(self, logits: Tensor, rows: Sequence[Row]) -> list[Choice]:
-        """Choose a token for each row.
-
-        Args:
-            logits: `[num_rows, vocab_size]`.
-            rows: Whose.
-        """
-        if not rows:
-            return []
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        best = logits.argmax(-1)
-        is_finite = logits.gather(-1, best[:, None])[:, 0].isfinite()
-        tokens = best
-        recipes: dict[SamplingParams, list[int]] = {}
-        for place, row in enumerate(rows):
-            recipe = self._at(row.seat).recipe
-            if recipe is not None:
-                recipes.setdefault(recipe, []).append(place)
-        for recipe, places in recipes.items():
-            where = torch.tensor(places, device=logits.device)
-            scores = self._scores(recipe, logits[where], [rows[place] for place in places])
-            chosen = scores.argmax(-1)
-            tokens = tokens.index_copy(0, where, chosen)
-            is_finite = is_finite.index_copy(
-                0, where, is_finite[where] & scores.gather(-1, chosen[:, None])[:, 0].isfinite()
-            )
-        logprobs = self._logprobs(logits, rows, tokens)
-        return [
-            Choice(token, logprobs.get(place))
-            if is_fine
-            else Choice(None, error="no logit is finite and allowed to be chosen")
-            for place, (token, is_fine) in enumerate(zip(tokens.tolist(), is_finite.tolist(), strict=True))
-        ]
-
-    def _at(self, seat: int) -> "_Seat":
-        row = self._seats[seat]
-        assert row is not None, f"seat {seat} is empty"
-        return row
-
-    def _scores(self, recipe: SamplingParams, scores: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return what the largest of is chosen, `[num_rows, vocab_size]`, of rows of one recipe."""
-        seats = [self._at(row.seat) for row in rows]
-        device = scores.device
-        num_outputs = [
-            len(row.token_ids) - seat.num_prompt_tokens for row, seat in zip(rows, seats, strict=True)
-        ]
-        known = scores.new_zeros((len(rows), 0), dtype=torch.int64)
-        if recipe.repetition_penalty != 1:
-            known = _padded([row.token_ids for row in rows]).to(device)
-            scores = RepetitionPenaltyLogitsProcessor(recipe.repetition_penalty)(known, scores)
-        if recipe.presence_penalty or recipe.frequency_penalty:
-            outputs = [row.token_ids[seat.num_prompt_tokens :] for row, seat in zip(rows, seats, strict=True)]
-            counts = _counts(outputs, scores.shape[-1]).to(device=device, dtype=scores.dtype)
-            scores = scores - recipe.frequency_penalty * counts - recipe.presence_penalty * (counts > 0)
-        banned = [
-            (place, token)
-            for place, (seat, num_output) in enumerate(zip(seats, num_outputs, strict=True))
-            if num_output < seat.sampling.min_tokens
-            for token in seat.ends
-            # Some models name an end that they cannot emit.
-            if token < scores.shape[-1]
-        ]
-        if banned:
-            places, tokens = torch.tensor(banned, device=device).T
-            scores = scores.index_put((places, tokens), scores.new_tensor(-torch.inf))
-        if not recipe.temperature:
-            return scores
-        scores = _warpers(recipe, scores.shape[-1])(known, scores)
-        keys = torch.tensor([seat.key for seat in seats], device=device)
-        return scores.double() + gumbel(keys, torch.tensor(num_outputs, device=device), scores.shape[-1])
-
-    def _logprobs(self, logits: Tensor, rows: Sequence[Row], tokens: Tensor) -> dict[int, TokenLogprobs]:
-        wanted = {
-            place: min(number, logits.shape[-1])
-            for place, row in enumerate(rows)
-            if (number := self._at(row.seat).sampling.num_logprobs) is not None
-        }
-        if not wanted:
-            return {}
-        where = torch.tensor(list(wanted), device=logits.device)
-        logprobs = logits[where].log_softmax(-1)
-        chosen = logprobs.gather(-1, tokens[where, None])[:, 0].tolist()
-        return {
-            place: TokenLogprobs(chosen[k], *_most_likely(logprobs[k], number))
-            for k, (place, number) in enumerate(wanted.items())
-        }
-
-
 class _Seat(NamedTuple):
     """How a seat's tokens are chosen.
 
     Attributes:
-        sampling: What its request asks for.
-        recipe: What is to be done to its logits, or None where the largest is chosen.
+        request: The request.
+        processors: Configuration of the logits processors, or None where the largest logit is chosen. It is
+            what the request asks for without what is each request's own, so that rows of one go together.
         ends: Tokens that end its output.
-        num_prompt_tokens: Tokens of its prompt.
         key: Of its noise.
     """
 
-    sampling: SamplingParams
-    recipe: SamplingParams | None
+    request: Request
+    processors: SamplingParams | None
     ends: frozenset[int]
-    num_prompt_tokens: int
     key: int
 
 
-def _has_penalty(sampling: SamplingParams) -> bool:
-    return bool(sampling.repetition_penalty != 1 or sampling.presence_penalty or sampling.frequency_penalty)
+class Sampler:
+    """Choose tokens from logits; what is chosen for a request does not depend on the others in the batch.
+
+    Args:
+        eos_token_ids: Tokens that end an output.
+        seed: For requests that have none of their own.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int], seed: int = 0) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._seats: dict[int, _Seat] = {}
+
+    def seat(self, seat: int, request: Request) -> None:
+        """Note how a seat's tokens are to be chosen from now on."""
+        asked = request.sampling
+        own: dict[str, Any] = {"seed": None, "n": 1, "min_tokens": 0, "num_logprobs": None}
+        own |= {"stop": (), "stop_token_ids": ()}
+        processors: Configuration of the logits processors, or None where the largest logit is chosen. It is
+            what the request asks for without what is each request's own, so that rows of one go together.
+        ends: Tokens that end its output.
+        key: Of its noise.
+    """
+
+    request: Request
+    processors: SamplingParams | None
+    ends: frozenset[int]
+    key: int
 
 
-def _warpers(recipe: SamplingParams, vocab_size: int) -> LogitsProcessorList:
-    """Return what `generate` does to logits before it draws, in its order."""
+class Sampler:
+    """Choose tokens from logits; what is chosen for a request does not depend on the others in the batch.
+
+    Args:
+        eos_token_ids: Tokens that end an output.
+        seed: For requests that have none of their own.
+    """
+
+    def __init__(self, eos_token_ids: frozenset[int], seed: int = 0) -> None:
+        self._eos_token_ids = eos_token_ids
+        self._seed = seed
+        self._seats: dict[int, _Seat] = {}
+
+    def seat(self, seat: int, request: Request) -> None:
+        """Note how a seat's tokens are to be chosen from now on."""
+        asked = request.sampling
+        own: dict[str, Any] = {
+            "seed": None,
+            "n": 1,
+            "min_tokens": 0,
+            "stop": (),
+            "stop_token_ids": (),
+            "num_logprobs": None,
+        }
+        processors = replace(asked, ignore_eos=False, **own)
+        is_plain = processors == SamplingParams() and not asked.min_tokens
+        ends = frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else self._eos_token_ids)
+        source = ("request", self._seed, request.id) if asked.seed is None else ("seed", asked.seed)
+        self._seats[seat] = _Seat(request, None if is_plain else processors, ends, noise_key(*source))
+
+    def ends(self, seat: int, token: int) -> bool:
+        """Return whether a token ends the output of a seat."""
+        return token in self._seats[seat].ends
+
+    def choose(self, logits: Tensor, known: Mapping[int, np.ndarray]) -> dict[int, SamplerOutput]:
+        """Choose a token for each row.
+
+        Args:
+            logits: `[num_rows, vocab_size]`.
+            known: For each row its seat and the int64 tokens so far, prompt and output.
+
+        Returns:
+            What is chosen for each seat.
+        """
+        if not known:
+            return {}
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        best, tokens = logits.max(-1)
+        rows = [(self._seats[number], token_ids) for number, token_ids in known.items()]
+        places_of: defaultdict[SamplingParams, list[int]] = defaultdict(list)
+        for place, (seat, _) in enumerate(rows):
+            if seat.processors is not None:
+                places_of[seat.processors].append(place)
+        for processors, places in places_of.items():
+            where = torch.tensor(places, device=logits.device)
+            scores = _scores(processors, logits[where], [rows[place] for place in places])
+            best_scores, tokens[where] = scores.max(-1)
+            # Neither the best logit nor the best score may be infinite: the sum is NaN or infinite then.
+            best[where] += 0 * best_scores.to(best.dtype)
+        logprobs = _logprobs(logits, [seat.request.sampling.num_logprobs for seat, _ in rows], tokens)
+        chosen = zip(known, tokens.tolist(), best.isfinite().tolist(), strict=True)
+        return {
+            number: SamplerOutput(token, logprobs.get(place))
+            if is_finite
+            else SamplerOutput(None, error="no logit is finite and allowed to be chosen")
+            for place, (number, token, is_finite) in enumerate(chosen)
+        }
+
+
+def _scores(processors: SamplingParams, scores: Tensor, rows: Sequence[tuple[_Seat, np.ndarray]]) -> Tensor:
+    """Return what the largest of is chosen, `[num_rows, vocab_size]`, of rows of one configuration.
+
+    Args:
+        processors: The configuration.
+        scores: The logits.
+        rows: Their seats and tokens, prompt and output.
+    """
+    vocab_size, device = scores.shape[-1], scores.device
+    outputs = [token_ids[seat.request.num_prompt_tokens :] for seat, token_ids in rows]
+    if processors.repetition_penalty != 1:
+        longest = max(len(token_ids) for _, token_ids in rows)
+        # A row is filled up with its own last token, which adds nothing.
+        known = np.stack([np.pad(ids, (0, longest - len(ids)), mode="edge") for _, ids in rows])
+        penalize = RepetitionPenaltyLogitsProcessor(processors.repetition_penalty)
+        scores = penalize(torch.from_numpy(known).to(device), scores)
+    if processors.presence_penalty or processors.frequency_penalty:
+        counted = np.stack([np.bincount(output, minlength=vocab_size) for output in outputs])
+        counts = torch.from_numpy(counted).to(device=device, dtype=scores.dtype)
+        scores = scores - processors.frequency_penalty * counts - processors.presence_penalty * (counts > 0)
+    banned = [
+        (place, token)
+        for place, (seat, _) in enumerate(rows)
+        if len(outputs[place]) < seat.request.sampling.min_tokens
+        for token in seat.ends
+        # Some models name an end that they cannot emit.
+        if token < vocab_size
+    ]
+    if banned:
+        where = tuple(torch.tensor(banned, device=device).T)
+        scores = scores.index_put(where, scores.new_tensor(-torch.inf))
+    if not processors.temperature:
+        return scores
+    # What `generate` does to logits before it draws, in its order.
     warpers = LogitsProcessorList()
-    if recipe.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(recipe.temperature))
-    if recipe.top_k is not None and recipe.top_k < vocab_size:
-        warpers.append(TopKLogitsWarper(recipe.top_k))
-    if recipe.top_p < 1:
-        warpers.append(TopPLogitsWarper(recipe.top_p))
-    if recipe.min_p > 0:
-        warpers.append(MinPLogitsWarper(recipe.min_p))
-    return warpers
+    if processors.temperature != 1:
+        warpers.append(TemperatureLogitsWarper(processors.temperature))
+    if processors.top_k is not None and processors.top_k < vocab_size:
+        warpers.append(TopKLogitsWarper(processors.top_k))
+    if processors.top_p < 1:
+        warpers.append(TopPLogitsWarper(processors.top_p))
+    if processors.min_p > 0:
+        warpers.append(MinPLogitsWarper(processors.min_p))
+    keys = torch.tensor([seat.key for seat, _ in rows], device=device)
+    places = torch.tensor([len(output) for output in outputs], device=device)
+    # None of them looks at the tokens that are known.
+    nothing = torch.LongTensor(len(rows), 0)
+    return warpers(nothing, scores).double() + gumbel(keys, places, vocab_size)
+
+
+def _logprobs(logits: Tensor, numbers: Sequence[int | None], tokens: Tensor) -> dict[int, TokenLogprobs]:
+    """Return the log-probabilities of the places that ask for some of the most likely tokens."""
+    wanted = {place: number for place, number in enumerate(numbers) if number is not None}
+    if not wanted:
+        return {}
+    where = torch.tensor(list(wanted), device=logits.device)
+    logprobs = logits[where].log_softmax(-1)
+    chosen = logprobs.gather(-1, tokens[where, None])[:, 0].tolist()
+    return {
+        place: TokenLogprobs(one, *_most_likely(row, min(number, len(row))))
+        for (place, number), one, row in zip(wanted.items(), chosen, logprobs, strict=True)
+    }
 
 
 def _most_likely(logprobs: Tensor, number: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -213,20 +223,3 @@ def _most_likely(logprobs: Tensor, number: int) -> tuple[tuple[int, ...], tuple[
     ids = (logprobs >= logprobs.topk(number).values[-1]).nonzero()[:, 0]
     values, order = logprobs[ids].sort(descending=True, stable=True)
     return tuple(ids[order[:number]].tolist()), tuple(values[:number].tolist())
-
-
-def _padded(token_ids: Sequence[np.ndarray]) -> Tensor:
-    """Return int64 `[num_rows, longest]`; a row is filled up with its own last token, which adds nothing."""
-    padded = np.empty((len(token_ids), max(map(len, token_ids))), dtype=np.int64)
-    for row, ids in zip(padded, token_ids, strict=True):
-        row[: len(ids)] = ids
-        row[len(ids) :] = ids[-1]
-    return torch.from_numpy(padded)
-
-
-def _counts(token_ids: Sequence[np.ndarray], vocab_size: int) -> Tensor:
-    """Return int64 `[num_rows, vocab_size]`: how often each token is in each row."""
-    rows = np.repeat(np.arange(len(token_ids)), [len(ids) for ids in token_ids])
-    flat = rows * vocab_size + np.concatenate(token_ids)
-    counts = np.bincount(flat, minlength=len(token_ids) * vocab_size)
-    return torch.from_numpy(counts.reshape(len(token_ids), vocab_size))

@@ -31,7 +31,7 @@ def dense(query, keys, values, window, softcap, sinks):
     return torch.stack(outputs)
 
 
-def serve_tokens(cache, tokens, window, chunks, *, freed=None, **arguments):
+def serve_tokens(cache, tokens, window, chunks, *, freed=None, form=lambda step: step, **arguments):
     """Attend to sequences that are computed step by step on a pool full of NaN.
 
     Args:
@@ -40,6 +40,7 @@ def serve_tokens(cache, tokens, window, chunks, *, freed=None, **arguments):
         window: The layer's window.
         chunks: For each sequence how many tokens each step computes, 0 for none.
         freed: If given, blocks behind a window of so many tokens are lost before each step.
+        form: Makes of a step what the attention function gets.
         **arguments: For the attention function.
 
     Returns:
@@ -75,7 +76,7 @@ def serve_tokens(cache, tokens, window, chunks, *, freed=None, **arguments):
             SimpleNamespace(layer_idx=1),
             *(every.transpose(0, 1)[None] for every in new),
             None,
-            paged=step,
+            paged=form(step),
             sliding_window=window,
             **arguments,
         )

@@ -450,7 +450,9 @@ def test_closed_loop_has_the_throughput_of_the_response_time_law():
 def test_closed_loop_never_has_more_requests_under_way_than_users():
     sessions = closed_loop(6, 20, (Uniform(1, 9), Geometric(8.0)), rng(), think=Exponential(3.0))
     requests, on_finish = sessions.start()
-    trace = simulate(requests, "sjf", scheduler=SchedulerConfig(3, 20), cache=CacheConfig(200), on_finish=on_finish)
+    trace = simulate(
+        requests, "sjf", scheduler=SchedulerConfig(3, 20), cache=CacheConfig(200), on_finish=on_finish
+    )
     assert len(trace.requests) == 120
     assert max(step.num_running + step.num_waiting for step in trace.steps) <= 6
     by_id = {record.id: record for record in trace.requests}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ import torch
 from sampling_cases import EOS, VOCAB_SIZE, plain_scores, small_model, softmax
 from transformers import GenerationConfig
 
-from cbresearch.engine.sampler import Row, Sampler
+from cbresearch.engine import sampler as sampler_module
+from cbresearch.engine.sampler import Sampler
 from cbresearch.request import Request, SamplingParams
 
 NUM_MIXES = 60
@@ -33,8 +35,20 @@ def chi_squared(counts, probabilities):
     return ((counts - expected) ** 2 / expected).sum(), len(counts) - 1
 
 
+class Row(NamedTuple):
+    seat: int
+    token_ids: np.ndarray
+
+
+class ListSampler(Sampler):
+    """Take rows and return what is chosen for them in their order."""
+
+    def choose(self, logits, rows):
+        return list(super().choose(logits, dict(rows)).values())
+
+
 def sampler_of(samplings, num_prompt_tokens=3, eos=EOS, seed=0):
-    sampler = Sampler(len(samplings), frozenset(eos), seed)
+    sampler = ListSampler(frozenset(eos), seed)
     lengths = (
         num_prompt_tokens if isinstance(num_prompt_tokens, list) else [num_prompt_tokens] * len(samplings)
     )
@@ -57,18 +71,19 @@ def scores_of(monkeypatch):
 
     def scores_of(sampler, logits, rows):
         seen = {}
-        inner = Sampler._scores
+        inner = sampler_module._scores
 
-        def spy(self, recipe, scores, its_rows):
-            scores = inner(self, recipe, scores, its_rows)
-            seen.update(zip([row.seat for row in its_rows], scores, strict=True))
+        def spy(processors, scores, its_rows):
+            scores = inner(processors, scores, its_rows)
+            seen.update(zip([id(token_ids) for _, token_ids in its_rows], scores, strict=True))
             return scores
 
         with monkeypatch.context() as patch:
-            patch.setattr(Sampler, "_scores", spy)
-            patch.setattr("cbresearch.engine.sampler.gumbel", lambda keys, places, size: 0.0)
+            patch.setattr(sampler_module, "_scores", spy)
+            patch.setattr(sampler_module, "gumbel", lambda keys, places, size: 0.0)
             choices = sampler.choose(logits, rows)
-        return [seen.get(row.seat, logits[place]) for place, row in enumerate(rows)], tokens_of(choices)
+        found = [seen.get(id(row.token_ids), logits[place]) for place, row in enumerate(rows)]
+        return found, tokens_of(choices)
 
     return scores_of
 

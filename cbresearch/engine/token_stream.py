@@ -1,13 +1,13 @@
 """What comes of a request in an engine: its tokens as they come, and all of it in the end."""
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from cbresearch.engine.text import TextStream
+from cbresearch.engine.detokenizer import Detokenizer
 from cbresearch.request import Request, TokenLogprobs
 from cbresearch.trace import RequestRecord
 
@@ -54,11 +54,11 @@ class Output:
     record: RequestRecord
 
 
-class Stream:
+class TokenStream:
     """The tokens of one request, for one reader: `for`, `async for`, or `result()` for all at once.
 
-    Reading never holds up the engine, and text is made of tokens by the reader. As a context manager it
-    aborts what is unfinished at its end.
+    Reading never holds up the engine, and text is made of tokens by the reader. As a context manager, plain
+    or `async`, it aborts what is unfinished at its end.
 
     Args:
         request: The request, with token ids for a prompt.
@@ -73,14 +73,14 @@ class Stream:
         abort: Callable[[str], object],
     ) -> None:
         self.request = request
-        self._text = TextStream(decode, request.sampling.stop)
         self._decode = decode
         self._abort = abort
-        self._condition = threading.Condition()
-        self._wakers: list[Callable[[], None]] = []
+        self._detokenizer = self._new_detokenizer()
         self._tokens: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._num_read = 0
-        self._record: RequestRecord | None = None
+        self._record: Future[RequestRecord] = _running()
+        # Done, and replaced by another, when there is something new.
+        self._news: Future[None] = _running()
 
     @property
     def id(self) -> str:
@@ -90,7 +90,7 @@ class Stream:
     @property
     def is_finished(self) -> bool:
         """Return whether no more tokens will come."""
-        return self._record is not None
+        return self._record.done()
 
     def abort(self) -> None:
         """End the request wherever it is; what it has generated stays. If it is finished, nothing happens."""
@@ -105,109 +105,92 @@ class Stream:
         Raises:
             TimeoutError: It is not finished by then; it goes on.
         """
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._record is not None, timeout):
-                raise TimeoutError(f"request {self.id!r} is not finished after {timeout} seconds; it goes on")
-        return self._output()
+        try:
+            return self._output(self._record.result(timeout))
+        except TimeoutError:
+            raise TimeoutError(
+                f"request {self.id!r} is not finished after {timeout} seconds; it goes on"
+            ) from None
 
     def put(
         self, tokens: Iterable[tuple[int, TokenLogprobs | None]], record: RequestRecord | None = None
     ) -> None:
         """Hand over the next tokens and, with the last of them, the record; for the engine."""
-        with self._condition:
-            self._tokens.extend(tokens)
-            self._record = record
-            wakers, self._wakers = self._wakers, []
-            self._condition.notify_all()
-        for wake in wakers:
-            try:
-                wake()
-            except RuntimeError:
-                # The reader's event loop is closed: nobody waits there any more.
-                continue
+        self._tokens.extend(tokens)
+        if record is not None:
+            self._record.set_result(record)
+        news, self._news = self._news, _running()
+        news.set_result(None)
 
     def __iter__(self) -> Iterator[StreamedToken]:
         return self
 
     def __next__(self) -> StreamedToken:
-        with self._condition:
-            self._condition.wait_for(lambda: self._tokens or self._record is not None)
-            token = self._tokens.popleft() if self._tokens else None
-        if token is None:
+        while isinstance(found := self._look(), Future):
+            found.result()
+        if found is None:
             raise StopIteration
-        return self._streamed(*token)
+        return found
 
     def __aiter__(self) -> AsyncIterator[StreamedToken]:
         return self
 
     async def __anext__(self) -> StreamedToken:
-        await self._wait(lambda: bool(self._tokens) or self._record is not None)
-        token = self._tokens.popleft() if self._tokens else None
-        if token is None:
+        while isinstance(found := self._look(), Future):
+            await asyncio.wrap_future(found)
+        if found is None:
             raise StopAsyncIteration
-        return self._streamed(*token)
+        return found
 
     def __await__(self) -> Generator[Any, None, Output]:
-        yield from self._wait(lambda: self._record is not None).__await__()
-        return self._output()
+        record = yield from asyncio.wrap_future(self._record)
+        return self._output(record)
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> "TokenStream":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.abort()
 
-    async def __aenter__(self) -> "Stream":
+    async def __aenter__(self) -> "TokenStream":
         return self
 
     async def __aexit__(self, *_: object) -> None:
         self.abort()
 
-    async def _wait(self, is_ready: Callable[[], bool]) -> None:
-        """Wait in an event loop; the engine's thread wakes it."""
-        loop = asyncio.get_running_loop()
-        while True:
-            event = asyncio.Event()
-
-            def wake(event: asyncio.Event = event) -> None:
-                loop.call_soon_threadsafe(event.set)
-
-            with self._condition:
-                if is_ready():
-                    return
-                self._wakers.append(wake)
-            await event.wait()
-
-    def _streamed(self, token_id: int, logprobs: TokenLogprobs | None) -> StreamedToken:
+    def _look(self) -> StreamedToken | Future[None] | None:
+        """Return the next token, or what to wait for before another look, or None at the end."""
+        # In this order: what comes meanwhile is then noticed by the next look.
+        news, is_finished = self._news, self.is_finished
+        if not self._tokens:
+            return None if is_finished else news
+        token_id, logprobs = self._tokens.popleft()
         self._num_read += 1
-        text = self._text.push(token_id, self._num_read >= self.request.sampling.min_tokens)
-        record = self._record
-        if record is not None and record.is_complete and self._num_read == len(record.tokens):
-            text += self._text.finish()
+        text = self._detokenizer.push(token_id)
+        if self.is_finished:
+            record = self._record.result()
+            if record.is_complete and self._num_read == len(record.tokens):
+                text += self._detokenizer.finish()
         return StreamedToken(token_id, text, logprobs)
 
-    def _output(self) -> Output:
-        record, request = self._record, self.request
-        assert record is not None
-        sampling = request.sampling
-        text = TextStream(self._decode, sampling.stop)
-        settled = [
-            text.push(token, place >= sampling.min_tokens)
-            for place, token in enumerate(record.tokens, start=1)
-        ]
-        if record.is_complete:
-            settled.append(text.finish())
-        stop_reason: str | int | None = text.stopped_by
+    def _new_detokenizer(self) -> Detokenizer:
+        sampling = self.request.sampling
+        return Detokenizer(self._decode, sampling.stop, sampling.min_tokens)
+
+    def _output(self, record: RequestRecord) -> Output:
+        detokenizer = self._new_detokenizer()
+        text = detokenizer.push(*record.tokens) + (detokenizer.finish() if record.is_complete else "")
+        stop_reason: str | int | None = detokenizer.stopped_by
         if stop_reason is None and record.finish_reason == "stop":
             stop_reason = record.tokens[-1]
-        return Output(
-            id=request.id,
-            prompt_token_ids=request.prompt if isinstance(request.prompt, tuple) else (),
-            token_ids=record.tokens,
-            text="".join(settled),
-            finish_reason=record.finish_reason,
-            stop_reason=stop_reason,
-            logprobs=record.logprobs,
-            error=record.error,
-            record=record,
-        )
+        prompt = self.request.prompt
+        prompt_token_ids = prompt if isinstance(prompt, tuple) else ()
+        ending = (record.finish_reason, stop_reason, record.logprobs, record.error, record)
+        return Output(self.id, prompt_token_ids, record.tokens, text, *ending)
+
+
+def _running() -> Future[Any]:
+    """Return a future that a reader who stops waiting does not cancel for the others."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future

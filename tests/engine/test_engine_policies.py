@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from helpers.core import least_pool, serve_on_model
+from helpers.engine_runs import least_pool, run
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
@@ -43,7 +43,7 @@ def case(answers, seed, mode):
         expected[f"r{place}"] = answer.continuation[:max_tokens]
     block_size = int(rng.choice([1, 3, 16]))
     limits = SchedulerConfig(int(rng.integers(3, 6)), int(rng.choice([9, 64, 2048])), preemption=mode)
-    pool = least_pool(requests, limits, block_size) + int(rng.integers(2))
+    pool = least_pool(requests, block_size) + int(rng.integers(2))
     if seed % 3 == 0:
         limits = replace(limits, max_num_batched_tokens=2048, chunked_prefill=False)
     host = 2 * pool if mode == "swap" else 0
@@ -55,7 +55,7 @@ def test_tokens_equal_those_of_the_prompt_alone_under_any_policy(policy, tiny, a
     num_preemptions = 0
     for seed, mode in enumerate(("recompute", "swap", "swap", "recompute")):
         requests, expected, limits, cache = case(alone, seed, mode)
-        trace, _ = serve_on_model(tiny, requests, policy, limits, cache)
+        trace = run(tiny, requests, policy, limits, cache)
         assert trace.outputs == expected, (mode, limits, cache)
         num_preemptions += sum(record.num_preemptions for record in trace.requests)
     assert num_preemptions > 0 or policy in SELDOM_PREEMPT

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cbresearch.engine.text import TextStream
+from cbresearch.engine.detokenizer import Detokenizer
 
 UNFINISHED = "\ufffd"
 
@@ -20,12 +20,12 @@ def decode_pieces(pieces):
     return lambda token_ids: b"".join(pieces[token] for token in token_ids).decode(errors="replace")
 
 
-def stream(decode, token_ids, stop=(), min_tokens=0):
-    """Return the stream after the token that ends it, or after all, what it gave, and the tokens it took."""
-    text = TextStream(decode, stop)
+def detokenize(decode, token_ids, stop=(), min_tokens=0):
+    """Return the detokenizer at the end, what it gave out, and the tokens that it took."""
+    text = Detokenizer(decode, stop, min_tokens)
     given, taken = [], 0
     for place, token in enumerate(token_ids, start=1):
-        given.append(text.push(token, place >= min_tokens))
+        given.append(text.push(token))
         taken = place
         if text.stopped_by is not None:
             break
@@ -56,7 +56,7 @@ def naive(decode, token_ids, stop, min_tokens=0):
 
 @pytest.mark.parametrize("text", ["plain", "Grüße", "世界 🙂 é", "🙂🙂", "a🙂b", "é", ""])
 def test_characters_come_whole_when_their_last_byte_is_there(text):
-    _, given, _ = stream(decode_bytes, text.encode())
+    _, given, _ = detokenize(decode_bytes, text.encode())
     assert "".join(given) == text
     assert not any(UNFINISHED in part for part in given)
     assert [part for part in given if part] == list(text)
@@ -64,47 +64,47 @@ def test_characters_come_whole_when_their_last_byte_is_there(text):
 
 def test_bytes_that_are_no_character_are_shown_when_that_is_certain():
     broken = b"a\xe2\x82b\xff\xffc\xe2"
-    _, given, _ = stream(decode_bytes, broken)
+    _, given, _ = detokenize(decode_bytes, broken)
     assert "".join(given) == broken.decode(errors="replace")
     assert given == ["a", "", "", f"{UNFINISHED}b", "", "", f"{UNFINISHED * 2}c", "", UNFINISHED]
 
 
 def test_a_stop_text_is_found_across_tokens_and_cut_off():
     pieces = [b"The en", b"d of", b" it", b" all"]
-    text, given, taken = stream(decode_pieces(pieces), range(4), ["end of it"])
+    text, given, taken = detokenize(decode_pieces(pieces), range(4), ["end of it"])
     assert (text.text, taken, text.stopped_by) == ("The ", 3, "end of it")
     assert given == ["The ", "", "", ""]
 
 
 def test_a_stop_text_in_the_middle_of_a_token_cuts_what_follows_in_it():
     pieces = [b"one\ntwo\nthree"]
-    text, given, taken = stream(decode_pieces(pieces), [0], ["\n"])
+    text, given, taken = detokenize(decode_pieces(pieces), [0], ["\n"])
     assert (text.text, given, taken) == ("one", ["one", ""], 1)
 
 
 @pytest.mark.parametrize("stop", [["three", "two", "one"], ["one", "two", "three"]])
 def test_the_stop_text_that_begins_first_wins_whatever_its_place_in_the_list(stop):
-    text, _, _ = stream(decode_pieces([b"0 one two three"]), [0], stop)
+    text, _, _ = detokenize(decode_pieces([b"0 one two three"]), [0], stop)
     assert (text.text, text.stopped_by) == ("0 ", "one")
 
 
 def test_what_only_began_like_a_stop_text_is_given_out_later():
-    text, given, _ = stream(decode_bytes, b"aab aabc", ["aabc"])
+    text, given, _ = detokenize(decode_bytes, b"aab aabc", ["aabc"])
     assert text.text == "aab "
     assert given == ["", "", "", "aab ", "", "", "", "", ""]
-    text, given, _ = stream(decode_bytes, b"aaaab", ["aab"])
+    text, given, _ = detokenize(decode_bytes, b"aaaab", ["aab"])
     assert (text.text, "".join(given)) == ("aa", "aa")
 
 
 def test_an_output_that_ends_where_a_stop_text_had_begun_keeps_its_text():
-    text, given, taken = stream(decode_bytes, b"xyEN", ["END"])
+    text, given, taken = detokenize(decode_bytes, b"xyEN", ["END"])
     assert (text.text, taken, text.stopped_by) == ("xyEN", 4, None)
     assert given == ["x", "y", "", "", "EN"]
 
 
 @pytest.mark.parametrize("min_tokens", range(9))
 def test_a_stop_text_that_is_complete_too_early_does_not_count(min_tokens):
-    text, given, taken = stream(decode_bytes, b"a.b.c.", ["."], min_tokens)
+    text, given, taken = detokenize(decode_bytes, b"a.b.c.", ["."], min_tokens)
     expected = {0: 2, 1: 2, 2: 2, 3: 4, 4: 4, 5: 6, 6: 6}.get(min_tokens)
     assert taken == (expected or 6)
     assert text.text == "".join(given) == ("a.b.c"[: expected - 1] if expected else "a.b.c.")
@@ -113,13 +113,13 @@ def test_a_stop_text_that_is_complete_too_early_does_not_count(min_tokens):
 def test_a_stop_text_counts_although_its_token_ends_within_a_character():
     # As byte-level tokenizers have them: the end of a line, and a third of the next character.
     pieces = [b"a", b"\n\xe2", b"\x82\xac", b"b"]
-    text, given, taken = stream(decode_pieces(pieces), range(4), ["\n"])
+    text, given, taken = detokenize(decode_pieces(pieces), range(4), ["\n"])
     assert (text.text, taken) == ("a", 2)
     assert given == ["a", "", ""]
 
 
 def test_a_stop_text_may_begin_with_a_character_that_spans_tokens():
-    text, given, taken = stream(decode_bytes, "no 🙂! yes".encode(), ["🙂!"])
+    text, given, taken = detokenize(decode_bytes, "no 🙂! yes".encode(), ["🙂!"])
     assert (text.text, taken, "".join(given)) == ("no ", 8, "no ")
 
 
@@ -131,12 +131,12 @@ def test_tokens_without_text_change_nothing_about_what_follows():
         return "".join(words[token] for token in token_ids).replace("▁", " ").removeprefix(" ")
 
     for token_ids in ([0, 2, 2, 1, 2, 3], [2, 0, 2, 3], [2, 2, 2, 1, 0]):
-        text, given, _ = stream(decode, token_ids)
+        text, given, _ = detokenize(decode, token_ids)
         assert text.text == "".join(given) == decode(token_ids)
 
 
 def test_nothing_is_taken_in_behind_a_stop_text():
-    text = TextStream(decode_bytes, ["b"])
+    text = Detokenizer(decode_bytes, ["b"])
     assert [text.push(token) for token in b"abcb"] == ["a", "", "", ""]
     assert (text.finish(), text.text, text.stopped_by) == ("", "a", "b")
 
@@ -148,7 +148,7 @@ def test_only_the_last_few_tokens_are_decoded_again():
         lengths.append(len(token_ids))
         return decode_bytes(token_ids)
 
-    stream(decode, b"abc" * 200)
+    detokenize(decode, b"abc" * 200)
     assert max(lengths) == 2
 
 
@@ -167,7 +167,7 @@ STOPS = st.lists(st.text("ab€🙂\n", min_size=1, max_size=4), max_size=3)
 @given(TOKENS, STOPS, st.integers(0, 6))
 def test_a_stream_equals_decoding_everything_again_after_each_token(pieces, stop, min_tokens):
     decode, token_ids = decode_pieces(pieces), range(len(pieces))
-    text, given, taken = stream(decode, token_ids, stop, min_tokens)
+    text, given, taken = detokenize(decode, token_ids, stop, min_tokens)
     assert (text.text, taken, text.stopped_by) == naive(decode, token_ids, stop, min_tokens)
     assert "".join(given) == text.text
 
@@ -180,7 +180,7 @@ def test_any_text_cut_anywhere_into_tokens_comes_back(text, data):
     pieces = [
         whole[start:end] for start, end in zip([0, *cuts], [*cuts, len(whole)], strict=True) if end > start
     ]
-    result, given, _ = stream(decode_pieces(pieces), range(len(pieces)))
+    result, given, _ = detokenize(decode_pieces(pieces), range(len(pieces)))
     assert result.text == "".join(given) == whole.decode()
 
 
@@ -202,12 +202,12 @@ def test_the_stream_of_a_real_tokenizer_is_its_decoded_text():
     outputs += [rng.integers(loaded.shape.vocab_size, size=60).tolist() for _ in range(20)]
     for token_ids in outputs:
         whole = loaded.decode(token_ids)
-        text, given, _ = stream(loaded.decode, token_ids)
+        text, given, _ = detokenize(loaded.decode, token_ids)
         assert text.text == "".join(given) == whole
         stop = whole[len(whole) // 2 : len(whole) // 2 + 3]
         if UNFINISHED in stop:
             continue
-        text, given, taken = stream(loaded.decode, token_ids, [stop])
+        text, given, taken = detokenize(loaded.decode, token_ids, [stop])
         assert text.text == "".join(given) == whole[: whole.index(stop)]
         assert stop in loaded.decode(token_ids[:taken])
         assert stop not in loaded.decode(token_ids[: taken - 1]).rstrip(UNFINISHED)

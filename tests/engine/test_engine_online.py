@@ -363,8 +363,7 @@ def test_a_request_whose_text_cannot_be_decoded_fails_alone(build, tiny, alone):
     watched = SamplingParams(stop=("no such text",))
     streams = [engine.add(alone[n].prompt, 8, watched) for n in (2, 3)]
     assert streams[1].result(60).token_ids == alone[3].continuation[:8]
-    with streams[0]._condition:
-        streams[0]._condition.wait_for(lambda: streams[0].is_finished, 60)
+    streams[0]._record.result(60)
     sick = engine.trace().requests[0]
     assert sick.finish_reason == "error"
     assert "its text could not be decoded: UnicodeError: poison" in sick.error
