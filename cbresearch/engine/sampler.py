@@ -70,42 +70,6 @@ class Sampler:
         asked = request.sampling
         own: dict[str, Any] = {"seed": None, "n": 1, "min_tokens": 0, "num_logprobs": None}
         own |= {"stop": (), "stop_token_ids": ()}
-        processors: Configuration of the logits processors, or None where the largest logit is chosen. It is
-            what the request asks for without what is each request's own, so that rows of one go together.
-        ends: Tokens that end its output.
-        key: Of its noise.
-    """
-
-    request: Request
-    processors: SamplingParams | None
-    ends: frozenset[int]
-    key: int
-
-
-class Sampler:
-    """Choose tokens from logits; what is chosen for a request does not depend on the others in the batch.
-
-    Args:
-        eos_token_ids: Tokens that end an output.
-        seed: For requests that have none of their own.
-    """
-
-    def __init__(self, eos_token_ids: frozenset[int], seed: int = 0) -> None:
-        self._eos_token_ids = eos_token_ids
-        self._seed = seed
-        self._seats: dict[int, _Seat] = {}
-
-    def seat(self, seat: int, request: Request) -> None:
-        """Note how a seat's tokens are to be chosen from now on."""
-        asked = request.sampling
-        own: dict[str, Any] = {
-            "seed": None,
-            "n": 1,
-            "min_tokens": 0,
-            "stop": (),
-            "stop_token_ids": (),
-            "num_logprobs": None,
-        }
         processors = replace(asked, ignore_eos=False, **own)
         is_plain = processors == SamplingParams() and not asked.min_tokens
         ends = frozenset(asked.stop_token_ids) | (frozenset() if asked.ignore_eos else self._eos_token_ids)
