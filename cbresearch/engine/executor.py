@@ -177,7 +177,7 @@ class ModelExecutor:
             self._block_tables[seats, :num_blocks],
             np.array([row.start for row in rows]),
             num_tokens,
-            ~np.isin(seats, [row.seat for row in padding]),
+            is_stored=np.array([row not in padding for row in rows]) if padding else None,
         )
         token_ids = self._token_ids[np.repeat(seats, num_tokens), step.positions]
         places = np.cumsum(num_tokens)[[row.samples for row in rows]] - 1
