@@ -1,6 +1,7 @@
 """The model on a CPU in float32, its linear layers and its attention in C++, compiled or not."""
 
 import copy
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -157,9 +158,17 @@ class CompiledForward(NativeForward):
 
     One compilation serves every number of tokens: half a minute or so for a small model, and again in each
     process, though a later one finds parts of it in PyTorch's cache.
+
+    Raises:
+        ValueError: This PyTorch cannot keep what it compiles for several models apart.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
+        if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
+            raise ValueError(
+                f"torch {torch.__version__} cannot compile several models apart; install torch 2.13 or newer, "
+                "or leave compile=False"
+            )
         super().__init__(model)
         self._compiled: Callable[..., Tensor] = torch.compile(  # type: ignore[call-overload]
             self._logits,

@@ -15,7 +15,7 @@ from cbresearch import (
     policies,
     simulate,
 )
-from cbresearch.costs import Recorded
+from cbresearch.costs import Replayed
 from cbresearch.experiments.simulation_error import (
     DriftCorrectedExecutor,
     calibration_probe,
@@ -41,7 +41,7 @@ def test_a_run_is_predicted_exactly_from_its_own_durations(policy):
     trace = simulate(given, policy, cost=Linear(0.01, 0.001), scheduler=LIMITS, cache=POOL)
     # The lengths come from the run, not from what the requests say.
     hidden = [replace(request, output_length=None) for request in given]
-    predicted = predict_run(trace, hidden, Recorded(step.duration for step in trace.steps))
+    predicted = predict_run(trace, hidden, Replayed(step.duration for step in trace.steps))
     found = simulation_error(trace, predicted)
     assert set(found.latency) | set(found.ttft) | {found.makespan} == {0.0}
     assert found.equal_plans == 1
