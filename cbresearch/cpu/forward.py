@@ -166,8 +166,8 @@ class CompiledForward(NativeForward):
     def __init__(self, model: PreTrainedModel) -> None:
         if "isolate_recompiles" not in inspect.signature(torch.compile).parameters:
             raise ValueError(
-                f"torch {torch.__version__} cannot compile several models apart; install torch 2.13 or newer, "
-                "or leave compile=False"
+                f"torch {torch.__version__} cannot compile several models apart; install torch 2.13 or "
+                "newer, or leave compile=False"
             )
         super().__init__(model)
         self._compiled: Callable[..., Tensor] = torch.compile(  # type: ignore[call-overload]
