@@ -272,11 +272,12 @@ def roofline(
     peak, bandwidth = cost.hardware.peak_flops, cost.hardware.bandwidth
     fig, ax = _axes(ax)
     parts, labels = [], []
+    context = f"{context_length:,} token{'s' * (context_length > 1)} of context"
     kinds = (
-        ("decode", batch_sizes, f"decode, {context_length:,} tokens of context", "request", 4, "o-"),
+        ("decode", batch_sizes, f"decode, {context}", "request", 4, "o-"),
         ("prefill", prompt_lengths, "prefill of a prompt", "token", 5, "s"),
     )
-    for kind, sizes, words, unit, color, look in kinds:
+    for kind, sizes, words, unit, color, look in (row for row in kinds if row[1]):
         points = [roofline_point(cost, kind, size, context_length) for size in sizes]
         labels += [(f"{size:,} {unit}{'s' * (size > 1)}", *p) for size, p in zip(sizes, points, strict=True)]
         x, y = [point.intensity for point in points], [point.flops for point in points]
@@ -286,9 +287,8 @@ def roofline(
             "markeredgecolor": "white",
         }
         ax.plot(x, y, look, label=words, gid=kind, **options)
-        if points:
-            share = 100 * points[-1].flops / peak
-            parts.append(f"{kind} of {sizes[-1]:,} {share:.{0 if share > 10 else 1}f} %")
+        share = 100 * points[-1].flops / peak
+        parts.append(f"{kind} of {sizes[-1]:,} {share:.{0 if share > 10 else 1}f} %")
     ridge = peak / bandwidth
     x = [ridge, *(intensity for _, intensity, _ in labels)]
     span = np.array([min(x) / 2, ridge, max(x) * 3])
