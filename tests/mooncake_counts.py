@@ -13,8 +13,8 @@ import numpy as np
 from tqdm import tqdm
 
 from cbresearch import formulas, workloads
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig
+from cbresearch.kv import BlockManager
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks" / "counts"
 SIZES = FOLDER / "mooncake_hits_by_cache_size.csv"
@@ -35,9 +35,9 @@ def measured_hits(chains: Sequence[Sequence[int]], num_blocks: int) -> int:
         # A prompt's last token is never found; here the token behind the last id is the one to go without.
         matched = blocks.match((*chain, -1))
         num_hits += len(matched)
-        blocks.share("r", matched)
+        blocks.fork("r", matched)
         assert blocks.allocate("r", len(chain)) is not None
-        blocks.enter("r", chain, len(chain))
+        blocks.cache_full_blocks("r", chain, len(chain))
         blocks.free("r")
     blocks.check()
     return num_hits
