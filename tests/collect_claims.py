@@ -13,13 +13,16 @@ from pathlib import Path
 
 from cbresearch.experiments.claims import MIME_TYPE, plain
 
+# A notebook's file sorts the keys of its outputs.
+COLUMNS = ("claim", "unit", "predicted", "measured", "error", "tolerance", "holds")
+
 
 def claims_in(path: Path) -> list[dict[str, object]]:
     """Return the rows of claims that a notebook's outputs hold."""
     cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
     outputs = [output for cell in cells for output in cell.get("outputs", ())]
     return [
-        {"notebook": path.stem[:2], **row}
+        {"notebook": path.stem[:2], **{column: row[column] for column in COLUMNS}}
         for output in outputs
         for row in output.get("data", {}).get(MIME_TYPE, {}).get("claims", ())
     ]

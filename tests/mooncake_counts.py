@@ -35,9 +35,9 @@ def measured_hits(chains: Sequence[Sequence[int]], num_blocks: int) -> int:
         # A prompt's last token is never found; here the token behind the last id is the one to go without.
         matched = blocks.match((*chain, -1))
         num_hits += len(matched)
-        blocks.share("r", matched)
+        blocks.fork("r", matched)
         assert blocks.allocate("r", len(chain)) is not None
-        blocks.enter("r", chain, len(chain))
+        blocks.cache_full_blocks("r", chain, len(chain))
         blocks.free("r")
     blocks.check()
     return num_hits

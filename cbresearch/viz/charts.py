@@ -9,7 +9,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from matplotlib.text import Text
 from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.transforms import Bbox, BboxBase
 
 from cbresearch import formulas, metrics
 from cbresearch.costs import Roofline
@@ -272,11 +274,12 @@ def roofline(
     peak, bandwidth = cost.hardware.peak_flops, cost.hardware.bandwidth
     fig, ax = _axes(ax)
     parts, labels = [], []
+    context = f"{context_length:,} token{'s' * (context_length > 1)} of context"
     kinds = (
-        ("decode", batch_sizes, f"decode, {context_length:,} tokens of context", "request", 4, "o-"),
+        ("decode", batch_sizes, f"decode, {context}", "request", 4, "o-"),
         ("prefill", prompt_lengths, "prefill of a prompt", "token", 5, "s"),
     )
-    for kind, sizes, words, unit, color, look in kinds:
+    for kind, sizes, words, unit, color, look in (row for row in kinds if row[1]):
         points = [roofline_point(cost, kind, size, context_length) for size in sizes]
         labels += [(f"{size:,} {unit}{'s' * (size > 1)}", *p) for size, p in zip(sizes, points, strict=True)]
         x, y = [point.intensity for point in points], [point.flops for point in points]
@@ -286,9 +289,8 @@ def roofline(
             "markeredgecolor": "white",
         }
         ax.plot(x, y, look, label=words, gid=kind, **options)
-        if points:
-            share = 100 * points[-1].flops / peak
-            parts.append(f"{kind} of {sizes[-1]:,} {share:.{0 if share > 10 else 1}f} %")
+        share = 100 * points[-1].flops / peak
+        parts.append(f"{kind} of {sizes[-1]:,} {share:.{0 if share > 10 else 1}f} %")
     ridge = peak / bandwidth
     x = [ridge, *(intensity for _, intensity, _ in labels)]
     span = np.array([min(x) / 2, ridge, max(x) * 3])
@@ -327,40 +329,52 @@ def label_points(
     """
     # Until then the limits are not those of the points.
     ax.autoscale_view()
-    places = (ax.transData + ax.transAxes.inverted()).transform([point[1:] for point in points] or [(0, 0)])
-    # A point of type, as a fraction of the axis.
-    unit_x, unit_y = style.figure_of(ax).dpi / 72 / np.array([ax.bbox.width, ax.bbox.height])
-    # Left, right, low and high end of what no label may cover.
-    taken = [(x - 6 * unit_x, x + 6 * unit_x, y - 6 * unit_y, y + 6 * unit_y) for x, y in places]
-    steps = [sign * number * 1.3 * size * unit_y for number in range(8) for sign in (-1, 1)]
+    pixels = style.figure_of(ax).dpi / 72
+    places = ax.transData.transform([point[1:] for point in points] or [(0, 0)])
+    marks = [Bbox.from_bounds(x - 6 * pixels, y - 6 * pixels, 12 * pixels, 12 * pixels) for x, y in places]
+    taken = list(marks)
+    steps = [sign * number * 1.2 * size for number in range(1, 7) for sign in (1, -1)]
     for number in sorted(range(len(points)), key=lambda n: (points[n][0] not in bold, -places[n][1])):
-        words, (x, y) = points[number][0], places[number]
-        width, half, gap = 0.66 * size * len(words) * unit_x, 0.6 * size * unit_y, 9 * unit_x
-        for offset, side in product(steps, (1, -1) if x <= 0.5 else (-1, 1)):
-            left = x + gap if side > 0 else x - gap - width
-            box = (left, left + width, y + offset - half, y + offset + half)
-            is_inside = box[0] >= 0 and box[1] <= 1.02 and box[2] >= 0 and box[3] <= 1.02
-            if is_inside and not any(_overlap(box, other) for other in taken):
-                break
-        taken.append(box)
+        words, at = points[number][0], points[number][1:]
         note = ax.annotate(
             words,
-            points[number][1:],
-            xytext=(x + gap * side, y + offset),
-            textcoords="axes fraction",
-            ha="left" if side > 0 else "right",
+            at,
+            xytext=(0, 0),
+            textcoords="offset points",
             va="center",
             fontsize=size,
             fontweight="bold" if words in bold else "normal",
             color=colors[number] if colors else style.INK,
             path_effects=[withStroke(linewidth=3, foreground="white")],
-            arrowprops={"arrowstyle": "-", "color": style.GRAY, "linewidth": 0.8} if offset else None,
+            arrowprops={"arrowstyle": "-", "color": style.GRAY, "linewidth": 0.8},
         )
         style.plain([note])
+        extent = Text.get_window_extent(note)
+        # Beside the point first, then above and below it, then farther away with a line that leads there.
+        beside = [(side, 9.0 * side, y) for y, side in product((0.0, *steps), (1, -1))]
+        shifts = [*beside[:2], (0, 0.0, steps[0]), (0, 0.0, steps[1]), *beside[2:]]
+        boxes = []
+        for side, x, y in shifts:
+            left = places[number][0] + x * pixels + extent.width * (side - 1) / 2
+            low = places[number][1] + y * pixels - extent.height / 2
+            boxes.append(Bbox.from_bounds(left, low, extent.width, extent.height))
+        others = [box for box in taken if box is not marks[number]]
+        best = min(range(len(boxes)), key=lambda place: (_hidden(boxes[place], ax.bbox, others), place))
+        side, x, y = shifts[best]
+        note.set(position=(x, y), horizontalalignment={1: "left", 0: "center", -1: "right"}[side])
+        assert note.arrow_patch is not None
+        note.arrow_patch.set_visible(abs(y) > steps[0])
+        taken.append(boxes[best])
 
 
-def _overlap(box: tuple[float, ...], other: tuple[float, ...]) -> bool:
-    return box[0] < other[1] and other[0] < box[1] and box[2] < other[3] and other[2] < box[3]
+def _hidden(box: Bbox, whole: BboxBase, others: Sequence[Bbox]) -> float:
+    """Return how much of a box lies outside of the whole or on other boxes, in pixels squared."""
+
+    def common(other: BboxBase) -> float:
+        both = Bbox.intersection(box, other)
+        return 0.0 if both is None else float(both.width * both.height)
+
+    return round(common(box) - common(whole) + sum(map(common, others)), 3)
 
 
 def _axes(ax: Axes | None) -> tuple[Figure, Axes]:

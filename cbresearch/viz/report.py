@@ -165,7 +165,7 @@ def _longest_waits(traces: Mapping[str, Trace]) -> str:
         ]
         waits += [max(found, key=lambda wait: wait[0])] if found else []
     parts = [
-        f"{record.id} {text.duration(seconds)} ({label}{'' if record.tokens else ', no token'})"
+        f"{text.duration(seconds)} ({label}, request {record.id}{'' if record.tokens else ', no token'})"
         for seconds, label, record in sorted(waits, key=lambda wait: -wait[0])
     ]
     return f"Longest wait for a first token: {', '.join(parts)}." if parts else "No request was served."

@@ -125,6 +125,12 @@ def test_no_step_lies_above_the_roof_and_marks_are_where_the_points_are():
     assert "decode of 64 " in ax.get_title("left").replace("\n", " ")
 
 
+def test_a_roofline_without_prefills_has_none_in_its_legend():
+    cost = Roofline(SHAPE, Hardware("card", 1e14, 1e12))
+    (ax,) = viz.roofline(cost, batch_sizes=(1, 8), prompt_lengths=(), context_length=1).axes
+    assert [label.get_text() for label in ax.get_legend().get_texts()] == ["decode, 1 token of context"]
+
+
 def test_a_long_prompt_is_bound_by_arithmetic():
     card = CARDS["h100-sxm"]
     point = roofline_point(Roofline(SHAPE, card), "prefill", 8192, 1)

@@ -165,7 +165,7 @@ def test_summary_answers_with_the_metrics_numbers(runs):
     speed = {label: f"{metrics.output_throughput(trace):.3g}" for label, trace in runs.items()}
     assert served == f"Output tokens a second: mine {speed['mine']}, static {speed['static']}."
     longest = max(runs["static"].served, key=lambda record: record.ttft)
-    assert waited.startswith(f"Longest wait for a first token: {longest.id} ")
+    assert re.match(rf"Longest wait for a first token: \S+ m?s \(static, request {longest.id}\), ", waited)
     price = {label: f"{metrics.cost_per_million_tokens(trace, 3.0):.3g}" for label, trace in runs.items()}
     assert cost.startswith(
         f"CHF for a million output tokens: mine {price['mine']}, static {price['static']}. "
@@ -185,7 +185,7 @@ def test_summary_counts_the_wait_of_a_request_without_a_token():
     trace = run("fcfs")
     silent = type(trace.requests[0])(id="silent", arrival=0.0, num_prompt_tokens=5, max_tokens=4)
     _, (_, waited), _ = summary_of({"a": replace(trace, requests=(silent, *trace.requests[1:]))}, Reporting())
-    assert re.fullmatch(r"Longest wait for a first token: silent .* \(a, no token\)\.", waited)
+    assert re.fullmatch(r"Longest wait for a first token: .* \(a, request silent, no token\)\.", waited)
 
 
 def test_runs_without_a_token_have_dashes(tmp_path):
