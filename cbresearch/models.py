@@ -97,7 +97,7 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
         num_parameters=model.num_parameters(),
         dtype_bytes=torch.finfo(model.dtype).bits // 8,
     )
-    _refuse_unsupported(name, model, shape)
+    _reject_unsupported(name, model, shape)
     eos = model.generation_config.eos_token_id if model.generation_config else model.config.eos_token_id
     eos_token_ids = frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos)
 
@@ -130,8 +130,8 @@ def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _refuse_unsupported(name: str, model: PreTrainedModel, shape: ModelShape) -> None:
-    """Refuse what the engine would answer wrongly."""
+def _reject_unsupported(name: str, model: PreTrainedModel, shape: ModelShape) -> None:
+    """Reject what the engine would answer wrongly."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     ropes = re.findall("dynamic|longrope", repr(getattr(config, "rope_parameters", None)))

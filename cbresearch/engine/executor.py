@@ -93,7 +93,7 @@ class ModelExecutor:
         self._detokenizers: dict[int, Detokenizer] = {}
 
     def check(self, request: Request) -> None:
-        """Refuse a request that the model cannot serve.
+        """Reject a request that the model cannot serve.
 
         Raises:
             ValueError: The prompt is not token ids, an id (of the prompt, or of those that end the output) is
@@ -277,7 +277,7 @@ def default_cache(shape: ModelShape, limits: SchedulerConfig, block_size: int = 
 
 
 def _check_window(name: str, shape: ModelShape, cache: CacheConfig) -> None:
-    """Refuse to free blocks behind a window that is not, or is less than, what every layer attends to."""
+    """Reject to free blocks behind a window that is not, or is less than, what every layer attends to."""
     if cache.sliding_window is None:
         return
     num_whole = shape.num_layers - shape.num_sliding_layers

@@ -18,7 +18,14 @@ from cbresearch.engine.queue import AdmissionQueue, QueueFull
 from cbresearch.engine.token_stream import Output, TokenStream
 from cbresearch.models import LoadedModel
 from cbresearch.policies import Policy
-from cbresearch.request import Refusal, Request, RequestState, SamplingParams, TokenLogprobs, parallel_samples
+from cbresearch.request import (
+    Rejected,
+    Request,
+    RequestState,
+    SamplingParams,
+    TokenLogprobs,
+    parallel_samples,
+)
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop, record_of
 from cbresearch.trace import RequestRecord, StepRecord, Trace
@@ -49,7 +56,7 @@ class Answer:
 
     @property
     def error(self) -> str | None:
-        """Return why the prompt was refused or failed, or None."""
+        """Return why the prompt was rejected or failed, or None."""
         return self.outputs[0].error
 
 
@@ -308,7 +315,7 @@ class Engine:
             for sample in parallel_samples(request) if sampling.n > 1 else (request,):
                 yield self._add(sample, waits=True)
         except (ValueError, QueueFull) as error:
-            record = record_of(Refusal(name, str(error)), None)
+            record = record_of(Rejected(name, str(error)), None)
             yield Output(name, (), (), "", None, None, (), str(error), record)
 
     def _add(self, request: Request, waits: bool) -> TokenStream:

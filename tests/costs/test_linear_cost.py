@@ -100,10 +100,10 @@ def test_linear_is_read_from_one_to_three_numbers(text, cost):
         "Linear:1",
     ],
 )
-def test_linear_parse_refuses_what_it_cannot_read_by_value_and_remedy(text):
-    with pytest.raises(ValueError, match="linear:T0,T_TOKEN,T_CONTEXT") as refusal:
+def test_linear_parse_rejects_what_it_cannot_read_by_value_and_remedy(text):
+    with pytest.raises(ValueError, match="linear:T0,T_TOKEN,T_CONTEXT") as rejection:
         Linear.parse(text)
-    assert repr(text) in str(refusal.value)
+    assert repr(text) in str(rejection.value)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_linear_parse_refuses_what_it_cannot_read_by_value_and_remedy(text):
         "linear:0,0,0",
     ],
 )
-def test_linear_refuses_coefficients_that_no_step_can_have(text):
+def test_linear_rejects_coefficients_that_no_step_can_have(text):
     with pytest.raises(ValueError, match="finite seconds, none negative and not all 0"):
         Linear.parse(text)
 

@@ -281,7 +281,7 @@ def test_threads_of_pytorch_are_as_before_after_a_step(tiny, alone):
         ({"latent_dim": 5}, "cpu", torch.float32),
     ],
 )
-def test_what_the_native_backend_cannot_serve_is_refused_if_asked_for_and_else_left_to_pytorch(
+def test_what_the_native_backend_cannot_serve_is_rejected_if_asked_for_and_else_left_to_pytorch(
     changes, device, dtype
 ):
     arguments = shape(**changes), torch.device(device), dtype

@@ -261,7 +261,7 @@ class Referee:
         assert len(seats) == len(set(seats)), "two requests in one seat"
         assert set(seats) <= set(range(config.max_num_seqs))
         done = {name for name, row in self.rows.items() if row.is_done}
-        assert not done or self.scheduler.policy.keeps_seats
+        assert not done or self.scheduler.policy.pads_finished_rows
         padding = {row.request_id for row in plan.padding}
         assert padding <= done
         assert padding == done or num_tokens == config.max_num_batched_tokens
@@ -617,9 +617,9 @@ class Erratic(policies.Policy):
 
     name = "erratic"
 
-    def __init__(self, seed, keeps_seats):
+    def __init__(self, seed, pads_finished_rows):
         self.random = random.Random(seed)
-        self.keeps_seats = keeps_seats
+        self.pads_finished_rows = pads_finished_rows
 
     def propose(self, view):
         states = [*view.running, *view.waiting]
@@ -655,8 +655,8 @@ STRESS = {
     "chunked": lambda seed: Chunked(),
     "oldest leaves": lambda seed: OldestLeaves(),
     "selfless": lambda seed: Selfless(),
-    "erratic": lambda seed: Erratic(seed, keeps_seats=False),
-    "erratic, seats kept": lambda seed: Erratic(seed, keeps_seats=True),
+    "erratic": lambda seed: Erratic(seed, pads_finished_rows=False),
+    "erratic, seats kept": lambda seed: Erratic(seed, pads_finished_rows=True),
 }
 """Policies by a name that says what they do, each built from a seed."""
 

@@ -227,7 +227,7 @@ def test_an_unknown_kind_of_preemption_is_an_error_that_names_the_policy(answer)
 
 
 @pytest.mark.parametrize("mode", ["swop", ""])
-def test_scheduler_preempt_refuses_an_unknown_kind_and_a_request_that_does_not_run(mode):
+def test_scheduler_preempt_rejects_an_unknown_kind_and_a_request_that_does_not_run(mode):
     scheduler = Scheduler(policies.get("fcfs"), SchedulerConfig(), CacheConfig(10, 4))
     scheduler.submit(Request("a", 3, 4))
     plan = scheduler.schedule(0.0)

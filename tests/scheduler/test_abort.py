@@ -161,7 +161,7 @@ def test_commit_passes_over_a_request_that_was_aborted_during_its_step(policy, s
     others = [entry.request_id for entry in plan.scheduled if entry.request_id != target]
     assert all(run.states[name].num_computed_tokens > 0 for name in others)
     assert pool.num_running == len(run.scheduler.running) + len(finished)
-    if not run.scheduler.policy.keeps_seats:
+    if not run.scheduler.policy.pads_finished_rows:
         # Its blocks are whole: free or cached, none held.
         assert run.scheduler.kv.table(target) == ()
         assert set(events.freed) or not generated

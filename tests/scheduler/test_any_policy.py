@@ -20,7 +20,7 @@ def run(requests, policy="fcfs", **options):
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_a_request_that_can_never_fit_is_refused_and_holds_up_no_other_under_any_policy(policy):
+def test_a_request_that_can_never_fit_is_rejected_and_holds_up_no_other_under_any_policy(policy):
     requests = [Request("never", 20, 1), Request("next", 4, 5), Request("last", 3, 2, arrival=1.0)]
     trace = run(requests, policy, num_blocks=4, block_size=4)
     assert [record.error is None for record in trace.requests] == [False, True, True]
@@ -38,7 +38,7 @@ def test_what_is_accepted_is_admitted_up_to_the_last_block_under_any_policy(poli
             assert (record.finish_reason == "length") == fits
 
 
-def test_a_prompt_over_the_budget_is_refused_without_chunked_prefill():
+def test_a_prompt_over_the_budget_is_rejected_without_chunked_prefill():
     requests = [Request("long", 12, 1), Request("fits", 8, 1), Request("grows", 5, 5)]
     trace = run(requests, budget=8, chunked_prefill=False)
     errors = {record.id: record.error for record in trace.requests}
@@ -63,7 +63,7 @@ def test_without_chunked_prefill_no_prompt_is_cut_and_none_is_overtaken_for_ever
     "name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_preemptions"]
 )
 @pytest.mark.parametrize("value", [0, -1])
-def test_scheduler_config_refuses_a_limit_below_one(name, value):
+def test_scheduler_config_rejects_a_limit_below_one(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         SchedulerConfig(**{name: value})
 

@@ -63,20 +63,20 @@ def test_scheduler_finishes_every_accepted_request_within_the_limits_and_gives_b
             raise
         plans = [step.plan for step in trace.steps]
         seen["preempted"] += any(plan.preempted for plan in plans)
-        seen["refused"] += any(record.error for record in trace.requests)
+        seen["rejected"] += any(record.error for record in trace.requests)
         seen["padded"] += any(plan.padding for plan in plans)
         seen["chunked"] += any(not entry.samples for plan in plans for entry in plan.scheduled)
-    assert min(seen["preempted"], seen["refused"], seen["chunked"]) > NUM_SITUATIONS // 10
-    assert (seen["padded"] > NUM_SITUATIONS // 10) == STRESS[policy](0).keeps_seats
+    assert min(seen["preempted"], seen["rejected"], seen["chunked"]) > NUM_SITUATIONS // 10
+    assert (seen["padded"] > NUM_SITUATIONS // 10) == STRESS[policy](0).pads_finished_rows
 
 
-# --- what fits and what is refused
+# --- what fits and what is rejected
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("num_blocks", [1, 2])
-def test_a_request_that_fills_the_pool_but_for_its_last_token_runs_and_a_longer_one_is_refused(
+def test_a_request_that_fills_the_pool_but_for_its_last_token_runs_and_a_longer_one_is_rejected(
     policy, block_size, num_blocks
 ):
     capacity = num_blocks * block_size
@@ -125,7 +125,7 @@ def test_a_request_may_be_as_long_as_max_model_len_and_no_longer(prompt):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_submit_refuses_an_id_that_is_taken_even_by_a_finished_request(policy):
+def test_submit_rejects_an_id_that_is_taken_even_by_a_finished_request(policy):
     requests = [
         Request("a", 2, 2),
         Request("a", 3, 3),
@@ -140,7 +140,7 @@ def test_submit_refuses_an_id_that_is_taken_even_by_a_finished_request(policy):
     )
 
 
-def test_submit_changes_nothing_where_it_refuses_and_leaves_the_id_free():
+def test_submit_changes_nothing_where_it_rejects_and_leaves_the_id_free():
     scheduler = Scheduler(Policy(), SchedulerConfig(2, 8, max_model_len=6), CacheConfig(4, 1))
     for prompt, max_tokens in ((5, 2), (4, 2), (10**30, 10**30)):
         with pytest.raises(ValueError, match="request 'a'"):
@@ -151,7 +151,7 @@ def test_submit_changes_nothing_where_it_refuses_and_leaves_the_id_free():
     assert scheduler.submit(Request("a", 2, 2)).order == 0
 
 
-def test_a_refusal_and_the_tokens_of_the_same_step_are_both_reported():
+def test_a_rejection_and_the_tokens_of_the_same_step_are_both_reported():
     trace = run([Request("a", 1, 4), Request("b", 99, 1, arrival=2.0)], num_blocks=8)
     assert trace.requests[0].tokens == answer_of(Request("a", 1, 4))
     assert "'b'" in trace.requests[1].error

@@ -11,7 +11,7 @@ from helpers.core import Meddler, distinct, random_case
 
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies, simulate
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal
+from cbresearch.request import Rejected
 from cbresearch.serve import Loop, record_of, serve
 from cbresearch.simulator import CostExecutor, replan
 from cbresearch.step import DecodeRun, StepResult
@@ -115,7 +115,7 @@ def test_replan_repeats_plans_of_a_run_with_aborts_in_the_middle_of_steps(cachin
     assert num_aborts > 20
 
 
-def test_replan_repeats_a_run_in_which_requests_fail_are_refused_and_follow_others():
+def test_replan_repeats_a_run_in_which_requests_fail_are_rejected_and_follow_others():
     class Failing(CostExecutor):
         def execute(self, plan):
             result = super().execute(plan)
@@ -126,7 +126,7 @@ def test_replan_repeats_a_run_in_which_requests_fail_are_refused_and_follow_othe
     def follow(record):
         return [Request(record.id + "+", 4, 9, arrival=record.finish + 0.2)] if record.id == "a" else []
 
-    requests = [Request("a", 3, 9), Request("b", 5, 20), Refusal("x", "bad"), Request("c", 4, 9, 1.3)]
+    requests = [Request("a", 3, 9), Request("b", 5, 20), Rejected("x", "bad"), Request("c", 4, 9, 1.3)]
     requests += [Request("c", 1, 1, 2.0), Request("huge", 10_000, 1)]
     scheduler = Scheduler(policies.get("fcfs"), SchedulerConfig(3), CacheConfig(9, 4))
     trace = serve(requests, scheduler, Failing(COST), on_finish=follow)

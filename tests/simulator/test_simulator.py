@@ -12,7 +12,7 @@ from helpers.core import POLICIES
 
 from cbresearch import CacheConfig, Request, Scheduler, SchedulerConfig, policies, replay, simulate
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal
+from cbresearch.request import Rejected
 from cbresearch.serve import serve
 from cbresearch.simulator import UNIT_STEP, CostExecutor
 
@@ -137,7 +137,7 @@ def test_unlimited_cache_never_runs_out():
 
 
 def test_unlimited_cache_counts_what_is_no_request_as_nothing():
-    trace = simulate([Refusal("x", "bad"), Request("text", "unresolved", 2), Request("a", 3, 2)])
+    trace = simulate([Rejected("x", "bad"), Request("text", "unresolved", 2), Request("a", 3, 2)])
     assert [record.error is None for record in trace.requests] == [False, False, True]
 
 
@@ -251,8 +251,8 @@ def test_a_replay_takes_a_policy_object_and_keeps_the_name_of_the_run():
     assert again.policy == "static:release"
 
 
-def test_a_refusal_may_bear_the_id_of_a_request_that_is_replayed():
-    requests = [Request("a", 1, 4, output_length=2), Refusal("a", "line 2: id 'a' is taken")]
+def test_a_rejection_may_bear_the_id_of_a_request_that_is_replayed():
+    requests = [Request("a", 1, 4, output_length=2), Rejected("a", "line 2: id 'a' is taken")]
     trace = simulate(requests)
     assert replay(trace, requests, "fcfs").steps == trace.steps
 
