@@ -141,7 +141,7 @@ def native_attention(
         key: `[1, num_kv_heads, num_tokens, head_dim]`.
         value: As `key`; its heads may have another size.
         kv: The layer's pool, as `PagedCache` has it.
-        step: int64: who has which tokens, and where, as `CpuStep` packs it.
+        step: int64: the rows with their tokens and places, as `CpuStep` packs it.
         sinks: float32 `[num_heads]`: scores of the attention sinks.
         block_size: Tokens of a block.
         window: Keys that a query sees at most, its own included; 0 for all.

@@ -27,7 +27,7 @@ constexpr auto STALL = std::chrono::microseconds(500);
 constexpr auto RETREAT = std::chrono::milliseconds(100);
 
 // Threads that take items of a job while there are any. The caller takes items too and waits only for those that
-// somebody has begun, never for a thread to wake up: where another process keeps a core busy, the others go on.
+// the caller has begun, never for a thread to wake up: where another process keeps a core busy, the others go on.
 class Pool {
 public:
     int num_threads = 1;

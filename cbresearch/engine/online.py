@@ -198,7 +198,7 @@ class Engine:
             sampling: How tokens are chosen; greedily by default.
             id: A name of its own; by default a number.
             priority: Smaller is more urgent.
-            client: Who asks, for fair-share policies.
+            client: Name of the client, for fair-share policies.
             deadline: Seconds since the engine's start by which the answer is wanted.
 
         Raises:

@@ -277,12 +277,12 @@ def occupancy_by_littles_law(rate: float, mean_residence: float) -> float:
 
 
 def light_load_rate(services: Lengths, wait: float, attainment: float) -> float:
-    """Return the arrival rate at which the share 1 − a waits too long for whoever is being served.
+    """Return the arrival rate at which the share 1 − a waits too long for the request in service.
 
-    The server takes one request, or one batch, and lets nobody in until that is done. Requests that come at
+    The server takes one request, or one batch, and admits none until that is done. Requests that come at
     random during a service of S seconds wait longer than w if they come before its last w seconds, so
     λ·E[(S − w)⁺] of all do, and λ = (1 − a)/E[(S − w)⁺]; infinite if no service is longer than w.
-    To first order in λ: nobody is waiting already, and whoever waited is served as quickly as alone.
+    To first order in λ: no other request waits already, and one that waited is served as quickly as alone.
     Source: own derivation (Poisson arrivals see time averages, Wolff, 1982).
 
     Args:

@@ -53,7 +53,7 @@ def recompute_seconds(
 
     The n tokens are computed along with the newest one, which would have been computed anyway, in chunks of
     what the others' decodes leave of the token budget. With T(m) = t0 + τ·m, or max(t0, τ·m) where reading
-    overlaps computing, and T(0) = 0 since nobody's step is no step, it is
+    overlaps computing, and T(0) = 0 since a step of no request is no step, it is
     Σ_k (T(c_k + others) − T(others)) − (T(1 + others) − T(others)) + γ·n(n + 1)/2.
     Source: own derivation; attention as in `flops_per_token`, summed over the positions.
 

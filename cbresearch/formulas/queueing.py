@@ -110,7 +110,7 @@ def slotted_wait(rate: float, mean_length: float, step: float, num_slots: int) -
     """Return the mean wait in seconds for c slots of a batch whose steps take equal time: Poisson, geometric.
 
     A request has a geometric number of tokens, one a step, and can get a slot only between two steps; when
-    nobody is there the next step begins with the next arrival. Then the number n in the system at the
+    no request is there the next step begins with the next arrival. Then the number n in the system at the
     beginnings of steps is a Markov chain: min(n, c) requests each end with probability 1/mean_length, and a
     Poisson number with mean λ·step comes. Its stationary distribution gives the mean number in the system,
     and Little's law the wait. The chain is cut where n is rarer than e⁻⁴⁰. Source: own derivation.
@@ -141,7 +141,7 @@ def slotted_wait(rate: float, mean_length: float, step: float, num_slots: int) -
     balance = moves.T - np.eye(size)
     balance[-1] = 1.0
     share = np.linalg.solve(balance, np.eye(size)[-1])
-    # Seconds spent before each move: a step, or a gap where nobody is there.
+    # Seconds spent before each move: a step, or a gap without a request.
     seconds = np.where(np.arange(size) > 0, step, 1 / rate) * share
     in_system = seconds[1:] @ (np.arange(1, size) + arriving / 2) / seconds.sum()
     return float(in_system / rate - mean_length * step)

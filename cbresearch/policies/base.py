@@ -124,9 +124,9 @@ class Policy:
         return candidates[-1]
 
     def displace(
-        self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
+        self, view: View, waiting: RequestState, candidates: Sequence[RequestState]
     ) -> RequestState | None:
-        """Choose a running request to preempt for a newcomer that finds no seat or block; None lets it wait.
+        """Choose a running request to preempt for a waiting one that finds no seat or block; None: none.
 
         Asked again without the request that it chose, until there is room; only then are they preempted. The
         candidates leave out requests that joined in this step or were preempted too often already.

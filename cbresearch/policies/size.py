@@ -101,12 +101,12 @@ class Ranked(Policy):
         return max(candidates, key=lambda one: (self.rank(view, one), one.order))
 
     def displace(
-        self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
+        self, view: View, waiting: RequestState, candidates: Sequence[RequestState]
     ) -> RequestState | None:
         """Choose the last in rank, if it ranks behind the waiting request and may be displaced."""
         preemptible = [request for request in candidates if self.may_lose(view, request)]
         worst = self.victim(view, preemptible) if preemptible else None
-        behind = worst is not None and self.rank(view, worst) > self.rank(view, newcomer)
+        behind = worst is not None and self.rank(view, worst) > self.rank(view, waiting)
         return worst if behind else None
 
 

@@ -95,7 +95,7 @@ class Andes(Ranked):
         return self.rank(view, request) >= 0
 
     def displace(
-        self, view: View, newcomer: RequestState, candidates: Sequence[RequestState]
+        self, view: View, waiting: RequestState, candidates: Sequence[RequestState]
     ) -> RequestState | None:
         """Choose the request that is farthest ahead, for a waiting one that is behind."""
-        return None if self.may_lose(view, newcomer) else super().displace(view, newcomer, candidates)
+        return None if self.may_lose(view, waiting) else super().displace(view, waiting, candidates)

@@ -560,8 +560,8 @@ class Scheduler:
         if entry is not None:
             self._view.token_budget += entry.num_tokens
             if self._caches_on_schedule:
-                newcomers = [other for other, _ in draft.admitted.values()]
-                for other in self.kv.uncache(state, state.num_computed_tokens, newcomers):
+                admitted = [other for other, _ in draft.admitted.values()]
+                for other in self.kv.uncache(state, state.num_computed_tokens, admitted):
                     if other in self._running:
                         self._preempt(other)
         came_now = draft.admitted.pop(state.id, None) is not None

@@ -362,7 +362,7 @@ class Quarrelsome(Policy):
         for state in [*view.waiting, *view.swapped, *view.running]:
             yield state, state.num_pending_tokens
 
-    def displace(self, view, newcomer, candidates):
+    def displace(self, view, waiting, candidates):
         return candidates[0] if candidates else None
 
 
