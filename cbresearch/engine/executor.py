@@ -13,7 +13,6 @@ from cbresearch.cpu.forward import CompiledForward, NativeForward, is_native, na
 from cbresearch.engine.detokenizer import Detokenizer
 from cbresearch.engine.forward import EagerForward, Forward, GraphForward
 from cbresearch.engine.sampler import Sampler, SamplerOutput
-from cbresearch.formulas import kv_bytes_per_token
 from cbresearch.models import LoadedModel, layer_windows
 from cbresearch.request import Request
 from cbresearch.step import Plan, Scheduled, StepResult
@@ -269,7 +268,7 @@ def default_cache(shape: ModelShape, limits: SchedulerConfig, block_size: int = 
         limits: The seats.
         block_size: Tokens in a block.
     """
-    num_blocks = _DEFAULT_POOL_BYTES // (kv_bytes_per_token(shape) * block_size)
+    num_blocks = _DEFAULT_POOL_BYTES // (shape.kv_bytes_per_token * block_size)
     lengths = [length for length in (limits.max_model_len, shape.max_model_len) if length is not None]
     if lengths:
         num_blocks = min(num_blocks, limits.max_num_seqs * -(-min(lengths) // block_size))
