@@ -183,7 +183,7 @@ def test_a_request_that_meets_a_spoilt_weight_fails_alone_under_any_policy(place
     told = export.explain(trace, "sick")
     assert f"failed, with 0 tokens: {trace.requests[1].error}" in told
     assert "for 1 new token" not in told
-    for use in trace.memory():
+    for use in metrics.memory(trace):
         assert min(use) >= 0
 
 
@@ -202,7 +202,7 @@ def test_a_request_that_draws_a_spoilt_token_fails_behind_its_tokens(spoilt):
     assert (record.finish_reason, len(record.logprobs)) == ("error", len(tokens))
     assert metrics.summary(trace)["latency_n"] == 1
     assert f"failed, with {len(tokens)} tokens" in export.explain(trace, "free")
-    for use in trace.memory():
+    for use in metrics.memory(trace):
         assert min(use) >= 0
     assert replay(trace, [request, hot("other", distinct(3, 5))], "static").requests == trace.requests
 
