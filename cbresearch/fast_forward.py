@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from cbresearch.policies.base import may_fast_forward
 from cbresearch.request import RequestState
 from cbresearch.scheduler import DecodeBatch, Scheduler
-from cbresearch.step import NO_EVENTS, DecodeRun, Segment
+from cbresearch.step import NO_EVENTS, DecodeRun
 
 _MAX_STEPS = 4096
 
@@ -85,13 +85,6 @@ def fast_forward(
     return _Run(scheduler, outlook, batch, now).take(until, passes_finishes)
 
 
-class _Stretch(NamedTuple):
-    """Steps with the same rows: the number of steps to its end, and the rows that finish with its last."""
-
-    end: int
-    finishing: Sequence[int]
-
-
 class _Run:
     """The steps under way; each request's state catches up when it finishes, or at the end."""
 
@@ -118,7 +111,7 @@ class _Run:
         self.taken_in: list[int] = []
         self.taken_by: list[int] = []
         self.blocks: list[int] = []
-        self.segments: list[Segment] = []
+        self.segments: list[tuple[int, int, str | None, tuple[int, ...]]] = []
         self.finished: list[tuple[int, tuple[str, ...]]] = []
         self.freed: list[tuple[int, tuple[int, ...]]] = []
         self.events = NO_EVENTS
@@ -138,13 +131,12 @@ class _Run:
             (self.kv.num_free_blocks // len(batch.order) + 2) * self.block_size,
         )
         num_steps, closed = 0, batch.closed
-        for stretch in stretches:
-            end = self._take_blocks(num_steps, stretch.end, closed)
-            num_steps = end
-            if end < stretch.end:
+        for end, finishing in stretches:
+            num_steps = self._take_blocks(num_steps, end, closed)
+            if num_steps < end:
                 break
-            if stretch.finishing:
-                self._finish(stretch.finishing, end)
+            if finishing:
+                self._finish(finishing, end)
                 # The seats of the finished requests are free, where none waits for them.
                 closed = batch.closed if batch.is_waiting else None
         if not num_steps:
@@ -197,8 +189,7 @@ class _Run:
         else:
             self.events = events
         num_rows = len(self.active)
-        pool = self.scheduler.pool_state(num_new_tokens=num_rows)
-        self.segments.append(Segment(offset, num_rows, closed, pool))
+        self.segments.append((offset, num_rows, closed, self.scheduler.pool_counts(num_rows)))
         if steps:
             self.taken_in += steps
             self.taken_by += places
@@ -241,7 +232,7 @@ def _forecast(
     until: float,
     passes_finishes: bool,
     most: int,
-) -> tuple[list[float], list[float], list[_Stretch]]:
+) -> tuple[list[float], list[float], list[tuple[int, list[int]]]]:
     """Return how long steps take until a request arrives, or none is left, or there are enough.
 
     Args:
@@ -255,7 +246,8 @@ def _forecast(
         most: Steps that are enough.
 
     Returns:
-        Seconds of each step, seconds since the start of the run at which each ends, and the stretches.
+        Seconds of each step, seconds since the start of the run at which each ends, and the stretches with the
+        same rows: the number of steps to the end of each, and the rows that finish with its last.
     """
     order = sorted(range(len(lasts)), key=lasts.__getitem__)
     num_rows, num_padding = len(order), len(padding)
@@ -263,7 +255,7 @@ def _forecast(
     computed = sum(starts) + sum(padding)
     durations: list[float] = []
     ends: list[float] = []
-    stretches: list[_Stretch] = []
+    stretches: list[tuple[int, list[int]]] = []
     offset, number, clock = 0, 0, now
     while num_rows and offset < most and clock < until:
         num_steps = min(lasts[order[number]], most) - offset
@@ -293,7 +285,7 @@ def _forecast(
             finishing.append(order[number])
             computed -= starts[order[number]]
             number += 1
-        stretches.append(_Stretch(offset, finishing))
+        stretches.append((offset, finishing))
         num_rows -= len(finishing)
         if finishing and not passes_finishes:
             break

@@ -357,46 +357,6 @@ class RequestState:
         return self.num_computed_tokens - self.num_skipped_tokens
 
     @property
-    def arrival(self) -> float:
-        """Return the seconds since the start of the run at which the request arrived."""
-        return self.request.arrival
-
-    @property
-    def client(self) -> str:
-        """Return the client that sent the request."""
-        return self.request.client
-
-    @property
-    def priority(self) -> int:
-        """Return the request's priority; smaller is more urgent."""
-        return self.request.priority
-
-    @property
-    def deadline(self) -> float | None:
-        """Return the seconds since the start of the run by which the answer is wanted."""
-        return self.request.deadline
-
-    @property
-    def max_tokens(self) -> int:
-        """Return the largest number of output tokens."""
-        return self.request.max_tokens
-
-    @property
-    def prompt(self) -> Prompt:
-        """Return the prompt: token ids, or their number."""
-        return self.request.prompt
-
-    @property
-    def predicted_output(self) -> int | None:
-        """Return the number of output tokens that a predictor expects."""
-        return self.request.predicted_output
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Return how the output is chosen."""
-        return self.request.sampling
-
-    @property
     def token_ids(self) -> tuple[int, ...]:
         """Return all known tokens, prompt and output; empty if of the prompt only the length is known."""
         prompt = self.request.prompt

@@ -115,7 +115,8 @@ def _counts(record: StepRecord) -> dict[str, int]:
 
 def _segment_counts(run: DecodeRun, segment: Segment) -> dict[str, int]:
     """Return the counts of a segment's first step, but for the blocks taken before it."""
-    num_rows, pool, rows = segment.num_rows, segment.pool, zip(run.starts, run.num_steps, strict=True)
+    num_rows, pool = segment.num_rows, PoolState(*segment.pool)
+    rows = zip(run.starts, run.num_steps, strict=True)
     skipped = count_skipped([reason for _, reason in run.skipped], segment.closed, pool.num_waiting)
     context = num_rows * (segment.offset + 1) + sum([row.context_length for row in run.padding])
     return {

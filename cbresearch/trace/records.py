@@ -27,7 +27,7 @@ class Origin:
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class StepRecord:
     """One step; the counters of `pool` can be read from it, too, as `num_running` and so on.
 
@@ -88,7 +88,7 @@ def count_skipped(listed: Sequence[str], closed: str | None, num_unserved: int) 
     return reasons
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class RequestRecord:
     """One request.
 
