@@ -182,8 +182,8 @@ def _number(value: float) -> str:
 
 
 if __name__ == "__main__":
-    # What a run makes stays until the end of the program, which has the process to itself: to look for garbage
-    # in it, again and again and once more at the end, would take a third of the time.
+    # What a run makes stays until the end of the program, which has the process to itself: to look for
+    # garbage in it, again and again and once more at the end, would take a third of the time.
     gc.set_threshold(1_000_000)
     status = main()
     gc.freeze()

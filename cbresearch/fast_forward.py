@@ -7,13 +7,13 @@ finishes. The trace and the scheduler's state are those of stepping, bit for bit
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
 from typing import Protocol
 
 from cbresearch.policies.base import may_fast_forward
-from cbresearch.request import RequestState
+from cbresearch.request import RequestState, take_decode_steps
 from cbresearch.scheduler import DecodeBatch, Scheduler
 from cbresearch.step import NO_EVENTS, DecodeRun
 
@@ -209,18 +209,13 @@ class _Run:
         self.scheduler.finish(states)
         self.active = [place for place in self.active if self.lasts[place] > end]
 
-    def _catch_up(self, states: Iterable[RequestState], num_steps: int) -> None:
+    def _catch_up(self, states: Sequence[RequestState], num_steps: int) -> None:
         """Bring the states of requests to where they are behind the first `num_steps` steps."""
-        tokens, last_step, notify = (
-            self.outlook.tokens(num_steps),
-            self.first_step + num_steps - 1,
-            self.notify,
-        )
         times = self.ends if num_steps == len(self.ends) else self.ends[:num_steps]
-        for state in states:
-            state.decode(tokens, times, last_step)
-            if notify is not None:
-                notify(state, num_steps)
+        take_decode_steps(states, self.outlook.tokens(num_steps), times, self.first_step + num_steps - 1)
+        if self.notify is not None:
+            for state in states:
+                self.notify(state, num_steps)
 
 
 def _forecast(
@@ -246,7 +241,7 @@ def _forecast(
         most: Steps that are enough.
 
     Returns:
-        Seconds of each step, seconds since the start of the run at which each ends, and the stretches with the
+        Seconds of each step, seconds since the start of the run at which each ends, and stretches of the
         same rows: the number of steps to the end of each, and the rows that finish with its last.
     """
     order = sorted(range(len(lasts)), key=lasts.__getitem__)

@@ -188,12 +188,13 @@ class _Run:
             while arrival <= self.now:
                 self._submit_next()
                 arrival = self._next_arrival()
-            if not scheduler.has_work:
-                continue
-            wake = scheduler.wakes(self.now)
-            if wake is not None:
-                self.now = min(wake, arrival)
-                continue
+            if not scheduler.running:
+                if not scheduler.has_work:
+                    continue
+                wake = scheduler.wakes(self.now)
+                if wake is not None:
+                    self.now = min(wake, arrival)
+                    continue
             run = None
             if outlook is not None:
                 passes_finishes = self._on_finish is None

@@ -122,7 +122,7 @@ def _counts(record: StepRecord) -> tuple[int, ...]:
 
 
 def _segment_counts(run: DecodeRun) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the length of each segment and the counts of its first step, but for the blocks taken before it."""
+    """Yield each segment's length and the counts of its first step, but for the blocks taken before it."""
     reasons = [reason for _, reason in run.skipped]
     num_padding, padding_context = len(run.padding), sum([row.context_length for row in run.padding])
     for segment, begin, end in run.bounds():
