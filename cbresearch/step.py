@@ -143,6 +143,7 @@ class Padding(NamedTuple):
     context_length: int
 
 
+# Not frozen, which would make it three times as dear to make; no code changes it.
 @dataclass(slots=True, unsafe_hash=True)
 class Plan:
     """What one step computes (vLLM: `SchedulerOutput`).
@@ -296,7 +297,7 @@ class Segment(NamedTuple):
     pool: tuple[int, ...]
 
 
-@dataclass(slots=True, unsafe_hash=True)
+@dataclass(frozen=True, slots=True)
 class DecodeRun:
     """Consecutive steps that each decode all running requests and admit none, kept as one.
 

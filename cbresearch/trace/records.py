@@ -27,6 +27,7 @@ class Origin:
     model: str | None = None
 
 
+# Neither record is frozen, which would make it three times as dear to make; no code changes it.
 @dataclass(slots=True, unsafe_hash=True)
 class StepRecord:
     """One step; the counters of `pool` can be read from it, too, as `num_running` and so on.
