@@ -15,7 +15,7 @@ from typing import Protocol
 from cbresearch.policies.base import may_fast_forward
 from cbresearch.request import RequestState, take_decode_steps
 from cbresearch.scheduler import DecodeBatch, Scheduler
-from cbresearch.step import NO_EVENTS, DecodeRun
+from cbresearch.step import NO_EVENTS, DecodeRun, PoolCounts
 
 _MAX_STEPS = 4096
 
@@ -111,7 +111,7 @@ class _Run:
         self.taken_in: list[int] = []
         self.taken_by: list[int] = []
         self.blocks: list[int] = []
-        self.segments: list[tuple[int, int, str | None, tuple[int, ...]]] = []
+        self.segments: list[tuple[int, int, str | None, PoolCounts]] = []
         self.finished: list[tuple[int, tuple[str, ...]]] = []
         self.freed: list[tuple[int, tuple[int, ...]]] = []
         self.events = NO_EVENTS

@@ -255,6 +255,10 @@ class PoolState(NamedTuple):
     num_held_host_blocks: int = 0
 
 
+PoolCounts = tuple[int, int, int, int, int, int, int, int, int]
+"""The values of a `PoolState`."""
+
+
 class BlockEvents(NamedTuple):
     """What became of physical blocks since the record of the step before, beside what the plan says.
 
@@ -294,7 +298,7 @@ class Segment(NamedTuple):
     offset: int
     num_rows: int
     closed: str | None
-    pool: tuple[int, ...]
+    pool: PoolCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +337,7 @@ class DecodeRun:
     taken_in: tuple[int, ...]
     taken_by: tuple[int, ...]
     blocks: tuple[int, ...]
-    segments: tuple[tuple[int, int, str | None, tuple[int, ...]], ...]
+    segments: tuple[tuple[int, int, str | None, PoolCounts], ...]
     finished: tuple[tuple[int, tuple[str, ...]], ...]
     freed: tuple[tuple[int, tuple[int, ...]], ...]
     events: BlockEvents

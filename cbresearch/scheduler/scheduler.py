@@ -17,6 +17,7 @@ from cbresearch.step import (
     BlockEvents,
     Padding,
     Plan,
+    PoolCounts,
     PoolState,
     ScheduledRows,
     Skipped,
@@ -255,7 +256,7 @@ class Scheduler:
             self.finish(finished)
         return pool, events, tuple(finished)
 
-    def pool_counts(self, num_new_tokens: int = 0) -> tuple[int, ...]:
+    def pool_counts(self, num_new_tokens: int = 0) -> PoolCounts:
         """Return the values of a `PoolState` as they are now, with so many more tokens in held blocks."""
         pool, num_swapped, num_waiting = self.kv, len(self._swapped), len(self._waiting)
         num_held, num_cached = pool.num_held_blocks, pool.num_cached_blocks
