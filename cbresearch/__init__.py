@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cbresearch.kv import BlockManager as BlockManager
     from cbresearch.model_shape import ModelShape as ModelShape
     from cbresearch.policies import Policy as Policy
-    from cbresearch.request import Refusal as Refusal
+    from cbresearch.request import Rejected as Rejected
     from cbresearch.request import Request as Request
     from cbresearch.request import SamplingParams as SamplingParams
     from cbresearch.request import parallel_samples as parallel_samples
@@ -44,7 +44,7 @@ _EXPORTS = {
     "kv": ("BlockManager",),
     "model_shape": ("ModelShape",),
     "policies": ("Policy",),
-    "request": ("Refusal", "Request", "SamplingParams", "parallel_samples"),
+    "request": ("Rejected", "Request", "SamplingParams", "parallel_samples"),
     "scheduler": ("Scheduler",),
     "serve": ("Executor",),
     "simulator": ("CostExecutor", "replay", "simulate"),

@@ -168,7 +168,7 @@ def _show(comparison: Comparison, reporting: Reporting, folder: Path, *, timed: 
     if not records:
         print("the workload has no requests, so nothing was served", file=sys.stderr)
     errors = {
-        one.id: f"{'refused' if one.is_refused else 'failed'}: {one.error}" for one in records if one.error
+        one.id: f"{'rejected' if one.is_rejected else 'failed'}: {one.error}" for one in records if one.error
     }
     for error in list(errors.values())[:NUM_ERRORS_SHOWN]:
         print(error, file=sys.stderr)

@@ -81,7 +81,7 @@ def fast_forward(
     batch = scheduler.decode_batch(now)
     if batch is None:
         return None
-    passes_finishes = passes_finishes and not batch.is_waiting and not scheduler.policy.keeps_seats
+    passes_finishes = passes_finishes and not batch.is_waiting and not scheduler.policy.pads_finished_rows
     return _Run(scheduler, outlook, batch, now).take(until, passes_finishes)
 
 
@@ -266,7 +266,7 @@ def _forecast(
         more = list(accumulate(seconds, initial=clock))
         clock = more[-1]
         if not min(seconds) >= 0 or not clock < inf:
-            # A step that takes no sensible time is refused when it is taken by itself.
+            # A step that takes no sensible time is rejected when it is taken by itself.
             break
         if clock >= until:
             # One less than the place among those with the beginning in front, which is before `until`.

@@ -91,7 +91,7 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
     """
     model.eval()
     config = model.config.get_text_config()
-    _refuse_unsupported(name, config.to_dict())
+    _reject_unsupported(name, config.to_dict())
     shape = ModelShape.from_config(
         config,
         num_parameters=model.num_parameters(),
@@ -136,8 +136,8 @@ def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _refuse_unsupported(name: str, config: dict[str, Any]) -> None:
-    """Refuse what the engine would answer wrongly.
+def _reject_unsupported(name: str, config: dict[str, Any]) -> None:
+    """Reject what the engine would answer wrongly.
 
     These are recurrent layers, attention past transformers' interface, queries that see later tokens, and
     positions that depend on company.

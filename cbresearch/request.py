@@ -191,7 +191,7 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Rejected:
     """A rejected request, with the reason; it keeps its place in the results."""
 
     id: str
@@ -234,9 +234,9 @@ def parallel_samples(request: Request, num_samples: int | None = None) -> tuple[
     )
 
 
-def expand(requests: Iterable[Request | Refusal]) -> list[Request | Refusal]:
+def expand(requests: Iterable[Request | Rejected]) -> list[Request | Rejected]:
     """Return the requests, with parallel samples in the place of each that asks for more than one answer."""
-    expanded: list[Request | Refusal] = []
+    expanded: list[Request | Rejected] = []
     for request in requests:
         if isinstance(request, Request) and request.sampling.n > 1:
             expanded += parallel_samples(request)

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from cbresearch import fast_forward as decode_runs
 from cbresearch.fast_forward import Outlook
-from cbresearch.request import Refusal, Request, RequestState
+from cbresearch.request import Rejected, Request, RequestState
 from cbresearch.scheduler import Scheduler
 from cbresearch.step import DecodeRun, Plan, StepResult
 from cbresearch.trace import Origin, RequestRecord, StepRecord, Steps, Trace, TraceWriter
@@ -22,7 +22,7 @@ class Executor(Protocol):
     """
 
     def check(self, request: Request) -> None:
-        """Refuse a request that this executor can never serve.
+        """Reject a request that this executor can never serve.
 
         Raises:
             ValueError: What is wrong, and the remedy.
@@ -45,7 +45,7 @@ class Loop:
         self.executor = executor
 
     def validate(self, request: Request) -> None:
-        """Refuse a request that can never be served, whatever its id.
+        """Reject a request that can never be served, whatever its id.
 
         Raises:
             ValueError: What it needs, what there is, and the remedy.
@@ -105,7 +105,7 @@ class Loop:
 
 
 def serve(
-    requests: Iterable[Request | Refusal],
+    requests: Iterable[Request | Rejected],
     scheduler: Scheduler,
     executor: Executor,
     *,
@@ -121,11 +121,11 @@ def serve(
     arrival when there is nothing to do. So a run of a real model can be replayed by the simulator.
 
     Args:
-        requests: The workload; a `Refusal` only keeps its place in the results.
+        requests: The workload; a `Rejected` only keeps its place in the results.
         scheduler: A scheduler that has served no request yet.
         executor: Carries out the plans.
         on_step: Called with each step's record, for a progress bar; every step is then taken by itself.
-        on_finish: Called with the record of each request that ends, a refused one too; returns the requests
+        on_finish: Called with the record of each request that ends, a rejected one too; returns the requests
             that its client sends next (a user who waits for an answer, the next turn of a chat). They come
             behind those given, and arrive no earlier than the moment at which they are sent.
         fast_forward: Take many steps at once where the executor knows what comes of them and the policy says
@@ -156,7 +156,7 @@ class _Run:
 
     def __init__(
         self,
-        requests: list[Request | Refusal],
+        requests: list[Request | Rejected],
         loop: Loop,
         on_step: Callable[[StepRecord], object] | None,
         on_finish: Callable[[RequestRecord], Iterable[Request]] | None,
@@ -261,16 +261,16 @@ class _Run:
 
 
 def record_of(
-    request: Request | Refusal, state: RequestState | None, error: str | None = None
+    request: Request | Rejected, state: RequestState | None, error: str | None = None
 ) -> RequestRecord:
     """Return the record of a request.
 
     Args:
         request: The request.
-        state: Its state in the scheduler, or None if it was refused.
-        error: Why it was refused.
+        state: Its state in the scheduler, or None if it was rejected.
+        error: Why it was rejected.
     """
-    if isinstance(request, Refusal):
+    if isinstance(request, Rejected):
         return RequestRecord(request.id, request.arrival, error=request.error)
     if state is None:
         length = None if isinstance(request.prompt, str) else request.num_prompt_tokens

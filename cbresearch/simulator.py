@@ -10,7 +10,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear, Replayed
 from cbresearch.fast_forward import Outlook
 from cbresearch.policies import Policy
-from cbresearch.request import Refusal, Request, RequestState
+from cbresearch.request import Rejected, Request, RequestState
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.step import Plan, StepResult
@@ -147,7 +147,7 @@ def _durations_of(cost: CostModel) -> Callable[[int, range], Sequence[float]] | 
 
 
 def unlimited_cache(
-    requests: Iterable[Request | Refusal],
+    requests: Iterable[Request | Rejected],
     max_num_seqs: int,
     block_size: int = 16,
     max_model_len: int | None = None,
@@ -167,14 +167,14 @@ def unlimited_cache(
         for request in requests
         if isinstance(request, Request) and not isinstance(request.prompt, str)
     )
-    # A length with too many zeros must not fill the host's memory with a pool: the request is refused.
+    # A length with too many zeros must not fill the host's memory with a pool: the request is rejected.
     longest = min(max_model_len or _MAX_UNLIMITED_TOKENS, _MAX_UNLIMITED_TOKENS)
     blocks = nlargest(max_num_seqs, (-(-length // block_size) for length in lengths if length <= longest))
     return CacheConfig(max(1, sum(blocks)), block_size)
 
 
 def simulate(
-    requests: Iterable[Request | Refusal],
+    requests: Iterable[Request | Rejected],
     policy: str | Policy = "fcfs",
     *,
     cost: CostModel = UNIT_STEP,
@@ -258,7 +258,7 @@ def _require_equal(fast: Trace, stepped: Trace) -> None:
 
 def replay(
     trace: Trace,
-    requests: Iterable[Request | Refusal],
+    requests: Iterable[Request | Rejected],
     policy: str | Policy,
     step_time: Callable[[int, int], float] | None = None,
 ) -> Trace:
@@ -273,18 +273,18 @@ def replay(
         policy: Its policy.
         step_time: Its step-time model, if the policy looked ahead with one.
     """
-    again: list[Request | Refusal] = []
+    again: list[Request | Rejected] = []
     for request, record in zip(requests, trace.requests, strict=True):
-        if record.is_refused or isinstance(request, Refusal):
-            # Whatever refused it then, it took no part.
-            again.append(Refusal(request.id, record.error or "", request.arrival))
+        if record.is_rejected or isinstance(request, Rejected):
+            # Whatever rejected it then, it took no part.
+            again.append(Rejected(request.id, record.error or "", request.arrival))
         else:
             again.append(_with_known_end(request, record))
     executor = CostExecutor(Replayed(step.duration for step in trace.steps), trace.outputs, _errors(trace))
     served = Scheduler(policies.get(policy), trace.scheduler, trace.cache, step_time)
     repeated = serve(again, served, executor)
     pairs = zip(trace.requests, repeated.requests, strict=True)
-    return replace(repeated, requests=tuple(old if old.is_refused else new for old, new in pairs))
+    return replace(repeated, requests=tuple(old if old.is_rejected else new for old, new in pairs))
 
 
 class PlanDifference(NamedTuple):
@@ -371,7 +371,7 @@ def _queued_requests(trace: Trace) -> list[tuple[float, Request]]:
     admitted = {entry.request.id: entry.request for step in trace.steps for entry in step.plan.admitted}
     coming = []
     for place, record in enumerate(trace.requests):
-        if record.is_refused or record.num_prompt_tokens is None or record.max_tokens is None:
+        if record.is_rejected or record.num_prompt_tokens is None or record.max_tokens is None:
             continue
         request = admitted.get(record.id) or Request(
             record.id, record.num_prompt_tokens, record.max_tokens, record.arrival, client=record.client

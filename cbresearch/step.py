@@ -238,7 +238,7 @@ class PoolState(NamedTuple):
             shared ones counted once.
         num_cached_blocks: KV blocks that hold a cached prefix and have no reference.
         num_external_blocks: KV blocks that are not held and yet could not be had: lost to an allocator's
-            rounding, or free while a request was refused or preempted for lack of memory.
+            rounding, or free while a request was rejected or preempted for lack of memory.
         num_shared_blocks: References to held blocks beyond the first of each.
         num_swapped: Requests whose KV lies in the host's pool.
         num_held_host_blocks: Blocks that they hold there.

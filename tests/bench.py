@@ -9,9 +9,9 @@ import statistics
 import time
 
 from bench_engines import compare_throughput, compare_to_forward
+from cbresearch.blocks import BlockManager
 
 from cbresearch import policies
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.request import Request

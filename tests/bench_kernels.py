@@ -108,7 +108,7 @@ def make(
 
 
 def errors(tensors: list[torch.Tensor], options: dict[str, object]) -> float:
-    """Return our largest error against float64 over that of PyTorch, and refuse what is not finite."""
+    """Return our largest error against float64 over that of PyTorch, and reject what is not finite."""
     out = torch.full_like(tensors[0], math.nan)
     ours = paged_attention(*tensors, **options, out=out)
     plain = {name: value for name, value in options.items() if name != "plan"}

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from cbresearch.streaming import StreamingSummary
 from tqdm.auto import tqdm
 
 from cbresearch.config import CacheConfig, SchedulerConfig
@@ -27,7 +28,6 @@ from cbresearch.request import Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import stream
 from cbresearch.simulator import CostExecutor, simulate
-from cbresearch.streaming import StreamingSummary
 
 COST = Linear(8e-3, 20e-6, 20e-9)
 NUM_SEQS = 128

@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cbresearch.plan import StepResult
+
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.plan import StepResult
 from cbresearch.request import Request
 from cbresearch.scheduler import Scheduler
 

@@ -18,7 +18,7 @@ from cbresearch import models, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
 from cbresearch.models import LoadedModel
-from cbresearch.request import Refusal, Request, SamplingParams, TokenLogprobs, parallel_samples
+from cbresearch.request import Rejected, Request, SamplingParams, TokenLogprobs, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 
@@ -211,7 +211,7 @@ class Schedule:
         share_aborted: Share of them that are aborts.
     """
 
-    requests: list[Request | Refusal]
+    requests: list[Request | Rejected]
     policy: str
     limits: SchedulerConfig
     cache: CacheConfig
@@ -250,7 +250,7 @@ def draw(seed: int, dtype: torch.dtype) -> Schedule:
         cache = CacheConfig(1, block_size, reservation=str(rng.choice(["max", "pow2", "oracle"])))
         limits = replace(limits, max_model_len=limits.max_model_len or CONTEXT)
     if rng.integers(4) == 0:
-        # Whole prompts: the budget has to hold the longest context, or else its request is refused.
+        # Whole prompts: the budget has to hold the longest context, or else its request is rejected.
         lengths = [request.num_prompt_tokens + request.max_tokens - 1 for request in requests]
         budget = max(1, max(lengths) - int(rng.choice([0, 0, 0, 3])) + int(rng.choice([0, 1, 30])))
         limits = replace(limits, max_num_batched_tokens=budget, chunked_prefill=False)
@@ -310,9 +310,9 @@ def true_length(request: Request, shelf: Library) -> int | None:
     return None if reason == "error" else len(token_ids)
 
 
-def add_impossible(rng: np.random.Generator, requests: list[Request]) -> list[Request | Refusal]:
+def add_impossible(rng: np.random.Generator, requests: list[Request]) -> list[Request | Rejected]:
     """Put some among the requests that cannot be served."""
-    mixed: list[Request | Refusal] = list(requests)
+    mixed: list[Request | Rejected] = list(requests)
     for place in range(int(rng.choice([0, 0, 0, 1, 2]))):
         arrival = float(rng.random() * 20)
         impossible = [
@@ -323,7 +323,7 @@ def add_impossible(rng: np.random.Generator, requests: list[Request]) -> list[Re
             Request(f"x{place}", (5,) * CONTEXT, 1, arrival),
             Request(f"x{place}", (5, 3), 4, arrival, sampling=SamplingParams(n=2)),
             replace(requests[int(rng.integers(len(requests)))], arrival=arrival),
-            Refusal(f"x{place}", "turned away before", arrival),
+            Rejected(f"x{place}", "turned away before", arrival),
         ]
         mixed.insert(int(rng.integers(len(mixed) + 1)), impossible[int(rng.integers(len(impossible)))])
     return mixed
@@ -353,7 +353,7 @@ def num_blocks_needed(request: Request, limits: SchedulerConfig, cache: CacheCon
 
 
 def why_impossible(request: Request, schedule: Schedule, taken: set[str]) -> str | None:
-    """Return what a request's refusal has to say, or None if it has to be served."""
+    """Return what a request's rejection has to say, or None if it has to be served."""
     limits, cache = schedule.limits, schedule.cache
     if not isinstance(request.prompt, tuple):
         return "a model needs token ids"
@@ -375,12 +375,12 @@ def why_impossible(request: Request, schedule: Schedule, taken: set[str]) -> str
     return None
 
 
-def expected_refusals(schedule: Schedule) -> list[str | None]:
-    """Return for each request what its refusal has to say, or None."""
+def expected_rejections(schedule: Schedule) -> list[str | None]:
+    """Return for each request what its rejection has to say, or None."""
     reasons: list[str | None] = [None] * len(schedule.requests)
     taken: set[str] = set()
     for place, request in sorted(enumerate(schedule.requests), key=lambda pair: pair[1].arrival):
-        if isinstance(request, Refusal):
+        if isinstance(request, Rejected):
             reasons[place] = request.error
             continue
         reasons[place] = why_impossible(request, schedule, taken)

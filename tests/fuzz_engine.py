@@ -24,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from engine_cases import Answer, Schedule, draw, expected_refusals
+from engine_cases import Answer, Schedule, draw, expected_rejections
 from tqdm import tqdm
 
 from cbresearch import policies
@@ -55,8 +55,8 @@ EVENTS = (
     "answers drawn at random",
     "answers ended by a token or a text",
     "answers that fail alone",
-    "refusals",
-    "false calls refused",
+    "rejections",
+    "false calls rejected",
 )
 
 
@@ -142,7 +142,7 @@ class Meddler:
             self.counts[f"forced preemptions by {how}"] += 1
 
     def _call_falsely(self) -> None:
-        """Ask for what cannot be done, which has to be refused and to change nothing."""
+        """Ask for what cannot be done, which has to be rejected and to change nothing."""
         live = {state.id for state in self._live()}
         running = [state.id for state in self.scheduler.running]
         dead = [request.id for request in self.schedule.requests if request.id not in live]
@@ -155,7 +155,7 @@ class Meddler:
         try:
             self._one_of(calls)()
         except ValueError:
-            self.counts["false calls refused"] += 1
+            self.counts["false calls rejected"] += 1
         else:
             raise AssertionError("a call that cannot be carried out was accepted")
 
@@ -176,7 +176,7 @@ def run(seed: int, dtype: torch.dtype = torch.float32) -> Counter[str]:
     """Serve one schedule, and return what happened in it.
 
     Raises:
-        AssertionError: An answer differs from that of its prompt alone, a request was lost or refused without
+        AssertionError: An answer differs from that of its prompt alone, a request was lost or rejected without
             reason, a block or an invariant was, or the run does not come to an end.
     """
     schedule = draw(seed, dtype)
@@ -199,13 +199,13 @@ def run(seed: int, dtype: torch.dtype = torch.float32) -> Counter[str]:
 
 def wrong_answers(schedule: Schedule, trace: Trace, aborted: set[str]) -> Iterator[str]:
     """Yield what is wrong with each request's end."""
-    reasons = expected_refusals(schedule)
+    reasons = expected_rejections(schedule)
     for request, reason, record in zip(schedule.requests, reasons, trace.requests, strict=True):
         if reason is not None:
             if record.error is None or reason not in record.error or record.tokens:
-                yield f"{request.id} should be refused with {reason!r}: {record}"
-        elif record.is_refused:
-            yield f"{request.id} was refused: {record.error}"
+                yield f"{request.id} should be rejected with {reason!r}: {record}"
+        elif record.is_rejected:
+            yield f"{request.id} was rejected: {record.error}"
         else:
             yield from wrong_answer(request, record, schedule.shelf.answer(request), aborted)
 
@@ -267,8 +267,8 @@ def count(schedule: Schedule, trace: Trace, counts: Counter[str]) -> None:
         for kind, what in TRANSFERS.items():
             counts[f"blocks {what}"] += plan.num_transfers(kind)
     for request, record in zip(schedule.requests, trace.requests, strict=True):
-        if record.is_refused:
-            counts["refusals"] += 1
+        if record.is_rejected:
+            counts["rejections"] += 1
             continue
         assert isinstance(request, Request)
         counts["requests served"] += 1
@@ -311,7 +311,7 @@ class Progress:
 
     Args:
         path: The file, or None.
-        settings: What the run was asked for; a file of another run is refused.
+        settings: What the run was asked for; a file of another run is rejected.
     """
 
     def __init__(self, path: Path | None, settings: dict[str, object]) -> None:

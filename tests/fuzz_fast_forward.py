@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import fields
 
 import numpy as np
+from cbresearch.reservation import reserved_tokens
 from fuzz_policies import POLICIES
 from tqdm.auto import tqdm
 
@@ -19,7 +20,6 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.policies.base import steadiness
 from cbresearch.request import Request, expand
-from cbresearch.reservation import reserved_tokens
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import CostExecutor

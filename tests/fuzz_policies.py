@@ -176,7 +176,7 @@ def main(num_workloads: int, names: tuple[str, ...]) -> int:
                 counts["steps"] += len(trace.steps)
                 counts["preemptions"] += sum(record.num_preemptions for record in trace.served)
                 counts["swaps"] += sum(len(step.plan.swapped) for step in trace.steps)
-                counts["refusals"] += len(trace.requests) - len(trace.served)
+                counts["rejections"] += len(trace.requests) - len(trace.served)
         numbers = ", ".join(f"{number} {what}" for what, number in counts.items())
         print(f"{name}: {numbers}, {time.perf_counter() - began:.1f} s", flush=True)
     print(f"{len(names)} policies, {failures} failures")

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from cbresearch.blocks import BlockManager
 from tqdm import tqdm
 
 from cbresearch import formulas, workloads
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks" / "counts"

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from typing import ClassVar
 
+from cbresearch.blocks import NULL_BLOCK, BlockManager
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -20,7 +21,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cbresearch.blocks import NULL_BLOCK, BlockManager
 from cbresearch.config import CacheConfig
 
 MAX_CHUNK = 6
@@ -89,7 +89,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
             pairs = self.pool.make_writable(request_id, start // self.size)
             if pairs is None:
                 assert self.pool.table(request_id) == before
-                self.count("refused")
+                self.count("rejected")
                 return
             self.copy(pairs, self.device, self.device)
             self.count("copied on write" if pairs else "written in place")
@@ -97,7 +97,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         added = self.pool.allocate(request_id, up_to)
         if added is None:
             assert self.pool.table(request_id) == before
-            self.count("refused")
+            self.count("rejected")
             return
         table, tokens = self.pool.table(request_id), self.tokens[request_id]
         assert table == before + added
@@ -115,7 +115,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         request_id = f"r{self.num_created}"
         num_copies = int(num_known % self.size > 0)
         if not self.pool.can_allocate(request_id, len(tokens), table, num_copies):
-            self.count("refused")
+            self.count("rejected")
             return
         self.num_created += 1
         self.tokens[request_id], self.computed[request_id] = tokens, num_known
@@ -171,7 +171,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         pairs = self.pool.swap_out(request_id, self.computed[request_id])
         if pairs is None:
             assert (self.pool.table(request_id), self.pool.num_held_host_blocks) == before
-            self.count("refused")
+            self.count("rejected")
             return
         self.copy(pairs, self.device, self.host)
         self.swapped.add(request_id)
@@ -185,7 +185,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         pairs = self.pool.swap_in(request_id)
         if pairs is None:
             assert not promised and not self.pool.table(request_id)
-            self.count("refused")
+            self.count("rejected")
             return
         self.copy(pairs, self.host, self.device)
         self.swapped.discard(request_id)

@@ -2,7 +2,7 @@
 
 Each type's default config is built at full size on the meta device, where tensors have no memory, and five
 tokens are sent through it. Not part of the tests: it takes minutes, and new releases bring new types.
-With transformers 5.24: 138 types equal, 23 refused, 32 whose default config does not run so, and 2 that
+With transformers 5.24: 138 types equal, 23 rejected, 32 whose default config does not run so, and 2 that
 differ: CPM-Ant puts prompt vectors before the tokens, and the first GPT has no cache.
 
     python tests/survey_model_shapes.py [MODEL_TYPE ...]
@@ -63,7 +63,7 @@ def survey(model_type: str) -> str:
     try:
         predicted = read(config)
     except ValueError as error:
-        return f"refused: {error}"
+        return f"rejected: {error}"
     return "equal" if predicted == measured else f"DIFFERS: read {dict(predicted)}, filled {dict(measured)}"
 
 

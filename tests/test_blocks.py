@@ -1,11 +1,11 @@
 """The pool's bookkeeping against a plain model of it, and the proofs of `check()` against broken pools."""
 
 import pytest
+from cbresearch.blocks import BlockManager
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig
 
 IDS = ("a", "b", "c", "d")

@@ -122,7 +122,7 @@ def test_the_simulator_repeats_a_real_run_step_for_step(policy, spare, tiny, alo
     requests = [
         Request(f"r{n}", answer.prompt, 5 + 3 * (n % 7), arrival=0.01 * n) for n, answer in enumerate(alone)
     ]
-    # The model refuses the one, and does not care what the other says of its length.
+    # The model rejects the one, and does not care what the other says of its length.
     requests[2:2] = [Request("too long", (5,) * 2048, 1), Request("r0", (5,), 1)]
     requests[6] = replace(requests[6], output_length=1)
     # Outputs that end early, so that the simulator has to be told where.
@@ -234,7 +234,7 @@ def test_the_pool_occupies_the_bytes_that_the_formula_says(tiny):
         (Request("r", 7, 4), "a model needs token ids"),
     ],
 )
-def test_what_the_model_cannot_serve_is_refused_and_the_others_go_on(request_, problem, tiny, alone):
+def test_what_the_model_cannot_serve_is_rejected_and_the_others_go_on(request_, problem, tiny, alone):
     others = [Request("before", alone[2].prompt, 3), request_, Request("after", alone[3].prompt, 3)]
     trace = run(tiny, others, "fcfs", SchedulerConfig(), CacheConfig(200))
     assert problem in trace.requests[1].error
@@ -275,7 +275,7 @@ def test_outputs_of_tiny_depend_on_the_whole_prompt(tiny, alone):
 @pytest.mark.parametrize(
     ("name", "hint"), [("tinny", "did you mean 'tiny'"), ("smollm", "smollm2-135m"), ("xyzzy", "there is")]
 )
-def test_an_unknown_model_is_refused_with_near_misses(name, hint):
+def test_an_unknown_model_is_rejected_with_near_misses(name, hint):
     with pytest.raises(ValueError, match=f"unknown model '{name}'.*{hint}"):
         models.load(name)
 
@@ -352,7 +352,7 @@ def test_generation_config_lists_of_eos_tokens_are_read():
         ),
     ],
 )
-def test_a_model_that_would_be_answered_wrongly_is_refused(config, problem):
+def test_a_model_that_would_be_answered_wrongly_is_rejected(config, problem):
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
     config.update({**sizes, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": 0})
     with pytest.raises(ValueError, match=re.escape(problem)):
@@ -371,14 +371,14 @@ def test_a_model_that_would_be_answered_wrongly_is_refused(config, problem):
         (T5Config(d_model=32, d_kv=8, d_ff=32, num_layers=2, num_heads=2), "keeps the KV of its encoder"),
     ],
 )
-def test_a_model_that_is_no_causal_decoder_is_refused_with_the_reason(config, problem):
+def test_a_model_that_is_no_causal_decoder_is_rejected_with_the_reason(config, problem):
     config.update({"vocab_size": 64, "num_hidden_layers": 2})
     kind = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with pytest.raises(ValueError, match=problem):
         models.wrap("m", kind.from_config(config))
 
 
-def test_a_model_that_bypasses_the_attention_interface_is_refused(tiny):
+def test_a_model_that_bypasses_the_attention_interface_is_rejected(tiny):
     limits, cache = SchedulerConfig(), CacheConfig(20)
     executor = ModelExecutor(tiny, limits, cache)
     layer = tiny.model.model.layers[1]

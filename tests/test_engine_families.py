@@ -252,7 +252,7 @@ def test_blocks_are_freed_only_behind_what_every_layer_attends_to():
         build("llama", WINDOW)
 
 
-def test_a_model_whose_last_layers_read_the_cache_of_an_earlier_one_is_refused():
+def test_a_model_whose_last_layers_read_the_cache_of_an_earlier_one_is_rejected():
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_kv_shared_layers=1))
     with pytest.raises(ValueError, match="has 2 layers, of which 1 keep a KV cache"):
         models.wrap("shared", model)

@@ -214,7 +214,7 @@ def test_200_concurrent_streams_with_random_aborts_lose_nothing(build, alone):
     assert summary(trace)["num_aborted"] == reasons.count("abort")
 
 
-def test_what_can_never_be_served_is_refused_at_once_and_the_engine_goes_on(build, alone):
+def test_what_can_never_be_served_is_rejected_at_once_and_the_engine_goes_on(build, alone):
     engine = build(cache=CacheConfig(4, 4))
     for arguments, problem in [
         (((5,) * 20, 4), "needs KV for 23 tokens = 6 blocks of 4, but the pool has 4"),
@@ -232,7 +232,7 @@ def test_what_can_never_be_served_is_refused_at_once_and_the_engine_goes_on(buil
     assert_whole(engine)
 
 
-def test_a_full_queue_refuses_with_its_numbers_and_takes_the_next_when_there_is_room(build, alone):
+def test_a_full_queue_rejects_with_its_numbers_and_takes_the_next_when_there_is_room(build, alone):
     engine = build(queue=QueueLimits(2, 20), max_num_seqs=1)
     gate = Gate(engine)
     running = engine.add(alone[0].prompt, 4)
@@ -247,7 +247,7 @@ def test_a_full_queue_refuses_with_its_numbers_and_takes_the_next_when_there_is_
     waiting.append(engine.add((5,) * 12, 1))
     gate.open()
     assert [len(stream.result(60).token_ids) for stream in (running, *waiting)] == [4, 1, 1]
-    # Whoever waits for answers in line is not refused by a queue that is shorter than the line.
+    # Whoever waits for answers in line is not rejected by a queue that is shorter than the line.
     answers = engine.generate([answer.prompt for answer in alone[:6]], 3)
     assert [answer.token_ids for answer in answers] == [answer.continuation[:3] for answer in alone[:6]]
     assert "over the queue's 20" in engine.generate([(5,) * 21], 1)[0].error

@@ -10,6 +10,8 @@ from dataclasses import fields
 
 import numpy as np
 import pytest
+from cbresearch.plan import Plan, Scheduled
+from cbresearch.streaming import StreamingSummary
 from fuzz_fast_forward import STEADY, differences, features
 
 from cbresearch import (
@@ -25,12 +27,10 @@ from cbresearch import (
     simulate,
 )
 from cbresearch.costs import CARDS, Linear, Roofline
-from cbresearch.plan import Plan, Scheduled
 from cbresearch.policies.base import steadiness
 from cbresearch.serve import serve, stream
 from cbresearch.simulator import CostExecutor
 from cbresearch.step import DecodeRun as Leap
-from cbresearch.streaming import StreamingSummary
 from cbresearch.trace import RequestRecord, StepRecord, Steps
 
 NUM_WORKLOADS = int(os.environ.get("CBRESEARCH_FUZZ", "4"))
@@ -168,7 +168,7 @@ def test_a_policy_derived_from_another_is_asked_at_every_step_until_it_speaks_fo
     assert leaps_of(simulate(workload(), Ours(), cost=COST))
 
 
-def test_a_policy_that_says_something_else_is_refused_by_name_and_word():
+def test_a_policy_that_says_something_else_is_rejected_by_name_and_word():
     class Hasty(Policy):
         name = "hasty"
         steady = True
@@ -317,7 +317,7 @@ def test_figures_of_nothing_are_undefined():
     assert figures == {name: whole[name] for name in figures}
 
 
-def test_a_stream_that_goes_back_in_time_is_refused_by_name_and_time():
+def test_a_stream_that_goes_back_in_time_is_rejected_by_name_and_time():
     requests = [Request("a", 1, 1, arrival=2.0), Request("b", 1, 1, arrival=1.0)]
     scheduler = Scheduler(policies.get("fcfs"), SchedulerConfig(), CacheConfig(10))
     with pytest.raises(ValueError, match=r"'b' arrives at 1\.0 s, before the one given before it, at 2\.0 s"):

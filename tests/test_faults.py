@@ -6,6 +6,8 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from cbresearch.blocks import BlockManager
+from cbresearch.plan import StepResult
 from test_two_tiers import (
     POLICIES,
     Meddler,
@@ -21,11 +23,9 @@ from test_two_tiers import (
 )
 
 from cbresearch import policies
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.engine import ModelExecutor
 from cbresearch.metrics import token_counts
-from cbresearch.plan import StepResult
 from cbresearch.request import Request, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
@@ -76,7 +76,7 @@ def test_blocks_behind_a_fully_cached_prompt_are_cached_too():
 
 
 def test_an_admission_counts_the_hits_of_the_step_in_which_it_succeeds():
-    # While "b" is refused with two hits, "a" takes the room of one of them.
+    # While "b" is rejected with two hits, "a" takes the room of one of them.
     head = distinct(10, 8)
     requests = [
         Request("x", head, 1),
@@ -184,23 +184,23 @@ def test_a_swap_that_lacks_its_last_block_changes_neither_pool():
     assert (blocks.num_held_blocks, blocks.num_held_host_blocks) == (3, 0)
 
 
-def test_a_refused_admission_holds_nothing_and_what_it_would_have_shared_can_be_evicted():
+def test_a_rejected_admission_holds_nothing_and_what_it_would_have_shared_can_be_evicted():
     prompt = distinct(10, 8)
     requests = [
         Request("x", prompt, 1),
         Request("a", distinct(50, 8), 9),
         Request("b", (*prompt, 1), 12, 1.0),
     ]
-    refused = []
+    rejected = []
 
     def between(scheduler, record):
         if any(state.id == "b" for state in scheduler.waiting):
-            refused.append(record.plan.step)
+            rejected.append(record.plan.step)
             assert scheduler.blocks.table("b") == ()
             assert scheduler.blocks.num_held_blocks == len(scheduler.blocks.table("a"))
 
     serve_watched(requests, cache=CacheConfig(5, 4, prefix_caching=True), between=between)
-    assert len(refused) > 3
+    assert len(rejected) > 3
 
 
 # --- abort

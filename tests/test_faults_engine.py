@@ -175,7 +175,7 @@ def test_a_request_that_meets_a_spoilt_weight_fails_alone_under_any_policy(place
             # Nothing that the first one computed was given to the second.
             assert record.num_cached_tokens == 0
     summary = metrics.summary(trace)
-    assert (summary["num_failed"], summary["num_finished"], summary["num_refused"]) == (2, 3, 0)
+    assert (summary["num_failed"], summary["num_finished"], summary["num_rejected"]) == (2, 3, 0)
     assert summary["latency_n"] == summary["ttft_n"] == 3
     again = replay(trace, requests, policy)
     assert [step.plan for step in again.steps] == [step.plan for step in trace.steps]
@@ -261,18 +261,18 @@ def test_a_token_outside_the_vocabulary_cannot_be_waited_for(small):
     requests = [hot("typo", (1, 2), stop_token_ids=(5, 96)), hot("fine", distinct(0, 5))]
     trace = run(small, requests)
     assert "token id 96 is outside the vocabulary of 'small', 0 to 95" in trace.requests[0].error
-    assert trace.requests[0].is_refused
+    assert trace.requests[0].is_rejected
     assert trace.outputs["fine"] == plain_answer(small, requests[1])[0]
 
 
 # --- several answers
 
 
-def test_a_scheduler_refuses_several_answers_at_once_with_the_remedy(small):
+def test_a_scheduler_rejects_several_answers_at_once_with_the_remedy(small):
     requests = [hot("many", (1, 2, 3), n=2), hot("one", distinct(0, 5))]
     for trace in (run(small, requests), simulate(requests)):
         many, one = trace.requests
-        assert many.is_refused
+        assert many.is_rejected
         assert "'many' wants 2 answers" in many.error
         assert "parallel_samples(request)" in many.error
         assert len(one.tokens) >= 1

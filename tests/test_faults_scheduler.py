@@ -36,7 +36,7 @@ def admitted(trace):
 
 
 @pytest.mark.parametrize("policy", EVERY)
-def test_a_request_that_can_never_fit_is_refused_and_holds_up_nobody_under_any_policy(policy):
+def test_a_request_that_can_never_fit_is_rejected_and_holds_up_nobody_under_any_policy(policy):
     requests = [Request("never", 20, 1), Request("next", 4, 5), Request("last", 3, 2, arrival=1.0)]
     trace = run(requests, policy, num_blocks=4, block_size=4)
     assert [record.error is None for record in trace.requests] == [False, True, True]
@@ -54,7 +54,7 @@ def test_what_is_accepted_is_admitted_up_to_the_last_block_under_any_policy(poli
             assert (record.finish_reason == "length") == fits
 
 
-def test_a_prompt_over_the_budget_is_refused_when_prompts_are_not_cut():
+def test_a_prompt_over_the_budget_is_rejected_when_prompts_are_not_cut():
     requests = [Request("long", 12, 1), Request("fits", 8, 1), Request("grows", 5, 5)]
     trace = run(requests, budget=8, chunked_prefill=False)
     errors = {record.id: record.error for record in trace.requests}
@@ -79,7 +79,7 @@ def test_no_prompt_is_cut_where_cutting_is_off_and_nobody_overtakes_the_one_that
     "name", ["max_num_seqs", "max_num_batched_tokens", "max_model_len", "max_preemptions"]
 )
 @pytest.mark.parametrize("value", [0, -1])
-def test_a_limit_of_nothing_is_refused_at_construction(name, value):
+def test_a_limit_of_nothing_is_rejected_at_construction(name, value):
     with pytest.raises(ValueError, match=f"{name} is {value}"):
         SchedulerConfig(**{name: value})
 

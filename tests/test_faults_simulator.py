@@ -5,12 +5,12 @@ That the wall clock reaches no run, and that a recorded run is replayed step for
 """
 
 import pytest
+from cbresearch.leap import Leap
 from fuzz_policies import POLICIES
 from test_two_tiers import random_case
 
 from cbresearch import CacheConfig, Request, Scheduler, SchedulerConfig, policies, simulate
 from cbresearch.costs import Linear
-from cbresearch.leap import Leap
 from cbresearch.serve import Loop, serve
 from cbresearch.simulator import CostExecutor
 from cbresearch.trace import Steps

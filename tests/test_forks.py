@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from cbresearch.blocks import BlockManager
 from test_two_tiers import Meddler, distinct, entries_of, random_case, serve_watched
 
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.request import Request, parallel_samples
 from cbresearch.simulator import simulate

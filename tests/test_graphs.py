@@ -64,7 +64,7 @@ def test_rows_that_only_fill_a_batch_up_write_nothing():
     assert written == len(executor.cache.kv) * stored
 
 
-def test_graphs_without_triton_are_refused():
+def test_graphs_without_triton_are_rejected():
     limits, cache = SchedulerConfig(2, 8), CacheConfig(8, 4)
     with pytest.raises(ValueError, match="the attention backend is 'torch'"):
         ModelExecutor(build("llama"), limits, cache, backend="torch", graphs=True)

@@ -222,7 +222,7 @@ def test_two_engines_in_one_process_do_not_meet(family):
         ({"latent_dim": 5}, "cpu", torch.float32),
     ],
 )
-def test_what_the_native_backend_cannot_serve_is_refused(changes, device, dtype):
+def test_what_the_native_backend_cannot_serve_is_rejected(changes, device, dtype):
     with pytest.raises(ValueError, match="'native' and compiled models are for float32 on a CPU"):
         choose_backend("native", shape(**changes), torch.device(device), dtype)
 

@@ -7,9 +7,9 @@ import sys
 
 import numpy as np
 import pytest
+from cbresearch.blocks import BlockManager
 
 from cbresearch import policies
-from cbresearch.blocks import BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.metrics import prefix_hit_rate, token_counts

@@ -5,14 +5,14 @@ from inspect import signature
 from itertools import count
 
 import pytest
+from cbresearch.blocks import BlockManager
+from cbresearch.reservation import BuddyAllocator, ReservationManager, next_power_of_two, reserved_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cbresearch.blocks import BlockManager
 from cbresearch.config import RESERVATIONS, CacheConfig
 from cbresearch.request import Request
-from cbresearch.reservation import BuddyAllocator, ReservationManager, next_power_of_two, reserved_tokens
 
 IDS = ("a", "b", "c", "d", "e")
 MAX_LEN = 40
@@ -151,7 +151,7 @@ def manager(num_blocks: int, reservation: str, block_size: int = 1, max_model_le
 
 @given(num_blocks=st.integers(1, 64), seed=st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_a_run_is_refused_exactly_when_no_free_blocks_at_a_multiple_of_its_size_make_it_up(num_blocks, seed):
+def test_a_run_is_rejected_exactly_when_no_free_blocks_at_a_multiple_of_its_size_make_it_up(num_blocks, seed):
     rng = random.Random(seed)
     buddies, model, held = BuddyAllocator(num_blocks), ListPool(num_blocks), {}
     for name in map(str, range(60)):

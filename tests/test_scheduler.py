@@ -140,7 +140,7 @@ class Shadow:
 
     def judge_padding(self, padding):
         row = self.finished_rows[padding.request_id]
-        assert self.scheduler.policy.keeps_seats
+        assert self.scheduler.policy.pads_finished_rows
         assert (padding.seat, padding.context_length) == (row.seat, row.computed)
 
     def judge_blocks(self, plan):
@@ -193,7 +193,7 @@ class Shadow:
         alive = [*self.rows.values(), *(self.finished_rows[name] for name in record.finished)]
         assert record.num_held_tokens == sum(row.computed for row in alive)
         assert record.num_held_blocks >= self.held + self.padded
-        if not self.scheduler.policy.keeps_seats:
+        if not self.scheduler.policy.pads_finished_rows:
             assert record.num_held_blocks == self.held
 
 
@@ -285,9 +285,9 @@ class Erratic(Policy):
 
     name = "erratic"
 
-    def __init__(self, seed, keeps_seats):
+    def __init__(self, seed, pads_finished_rows):
         self.random = random.Random(seed)
-        self.keeps_seats = keeps_seats
+        self.pads_finished_rows = pads_finished_rows
 
     def propose(self, view):
         everyone = [*view.running, *view.waiting]
@@ -356,8 +356,8 @@ STRESS = {
     "chunked": lambda seed: Chunked(),
     "oldest leaves": lambda seed: OldestLeaves(),
     "selfless": lambda seed: Selfless(),
-    "erratic": lambda seed: Erratic(seed, keeps_seats=False),
-    "erratic, seats kept": lambda seed: Erratic(seed, keeps_seats=True),
+    "erratic": lambda seed: Erratic(seed, pads_finished_rows=False),
+    "erratic, seats kept": lambda seed: Erratic(seed, pads_finished_rows=True),
 }
 
 
@@ -373,20 +373,20 @@ def test_every_accepted_request_finishes_within_the_limits_and_the_pool_comes_ba
             raise
         plans = [step.plan for step in trace.steps]
         seen["preempted"] += any(plan.preempted for plan in plans)
-        seen["refused"] += any(record.error for record in trace.requests)
+        seen["rejected"] += any(record.error for record in trace.requests)
         seen["padded"] += any(plan.padding for plan in plans)
         seen["chunked"] += any(not entry.samples for plan in plans for entry in plan.scheduled)
-    assert min(seen["preempted"], seen["refused"], seen["chunked"]) > NUM_SITUATIONS // 10
-    assert (seen["padded"] > NUM_SITUATIONS // 10) == STRESS[policy](0).keeps_seats
+    assert min(seen["preempted"], seen["rejected"], seen["chunked"]) > NUM_SITUATIONS // 10
+    assert (seen["padded"] > NUM_SITUATIONS // 10) == STRESS[policy](0).pads_finished_rows
 
 
-# --- what fits and what is refused
+# --- what fits and what is rejected
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("num_blocks", [1, 2])
-def test_a_request_that_fills_the_pool_but_for_its_last_token_runs_and_a_longer_one_is_refused(
+def test_a_request_that_fills_the_pool_but_for_its_last_token_runs_and_a_longer_one_is_rejected(
     policy, block_size, num_blocks
 ):
     capacity = num_blocks * block_size
@@ -415,14 +415,14 @@ def test_a_head_of_the_queue_that_can_never_fit_blocks_nobody(policy):
     assert trace.requests[1].finish_reason == "length"
 
 
-def test_a_prompt_that_fills_the_pool_is_refused_if_it_wants_to_go_on():
+def test_a_prompt_that_fills_the_pool_is_rejected_if_it_wants_to_go_on():
     trace = run([Request("a", 8, 5), Request("b", 8, 1)], num_blocks=2, block_size=4)
     assert "12 tokens" in trace.requests[0].error
     assert trace.requests[1].finish_reason == "length"
 
 
 @pytest.mark.parametrize("prompt", [1, 6])
-def test_a_request_may_be_as_long_as_the_model_allows_and_the_next_is_served_after_a_refusal(prompt):
+def test_a_request_may_be_as_long_as_the_model_allows_and_the_next_is_served_after_a_rejection(prompt):
     longest = 8
     requests = [
         Request(name, prompt, length - prompt)
@@ -441,7 +441,7 @@ def test_a_request_may_be_as_long_as_the_model_allows_and_the_next_is_served_aft
 
 
 @pytest.mark.parametrize("policy", BUILT_IN)
-def test_an_id_that_is_taken_is_refused_before_and_after_its_first_bearer_is_done(policy):
+def test_an_id_that_is_taken_is_rejected_before_and_after_its_first_bearer_is_done(policy):
     requests = [
         Request("a", 2, 2),
         Request("a", 3, 3),
@@ -456,7 +456,7 @@ def test_an_id_that_is_taken_is_refused_before_and_after_its_first_bearer_is_don
     )
 
 
-def test_a_refused_submission_changes_nothing_and_leaves_its_id_free():
+def test_a_rejected_submission_changes_nothing_and_leaves_its_id_free():
     scheduler = Scheduler(Policy(), SchedulerConfig(2, 8, max_model_len=6), CacheConfig(4, 1))
     for prompt, max_tokens in ((5, 2), (4, 2), (10**30, 10**30)):
         with pytest.raises(ValueError, match="request 'a'"):
@@ -467,7 +467,7 @@ def test_a_refused_submission_changes_nothing_and_leaves_its_id_free():
     assert scheduler.submit(Request("a", 2, 2)).order == 0
 
 
-def test_a_refusal_and_the_tokens_of_the_same_step_are_both_reported():
+def test_a_rejection_and_the_tokens_of_the_same_step_are_both_reported():
     trace = run([Request("a", 1, 4), Request("b", 99, 1, arrival=2.0)], num_blocks=8)
     assert trace.requests[0].tokens == output_of(Request("a", 1, 4))
     assert "'b'" in trace.requests[1].error

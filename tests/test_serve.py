@@ -1,4 +1,4 @@
-"""The loop: arrivals and the virtual clock, ties, refusals, and nothing but the arguments in the outcome."""
+"""The loop: arrivals and the virtual clock, ties, rejections, and nothing but the arguments in the outcome."""
 
 import hashlib
 import json
@@ -9,12 +9,12 @@ import subprocess
 import sys
 
 import pytest
+from cbresearch.plan import StepResult
 from hygiene import ROOT
 
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, export, policies
 from cbresearch.costs import Linear
-from cbresearch.plan import StepResult
-from cbresearch.request import Refusal
+from cbresearch.request import Rejected
 from cbresearch.serve import serve
 from cbresearch.simulator import UNIT_STEP, CostExecutor, simulate
 
@@ -119,20 +119,20 @@ def test_the_order_in_which_requests_are_given_matters_to_ties_alone():
     assert run(requests, seats=3).steps == run(shuffled, seats=3).steps
 
 
-# --- refusals
+# --- rejections
 
 
 class Fussy(CostExecutor):
-    """Refuse what a model would."""
+    """Reject what a model would."""
 
     def check(self, request):
         if request.id.startswith("odd"):
             raise ValueError(f"request {request.id!r}: odd")
 
 
-def test_refusals_keep_their_place_and_their_reason_while_the_others_are_served():
+def test_rejections_keep_their_place_and_their_reason_while_the_others_are_served():
     requests = [
-        Refusal("line", "line 1: not JSON", 4.0),
+        Rejected("line", "line 1: not JSON", 4.0),
         Request("a", 2, 3),
         Request("odd one", 2, 3, client="c"),
         Request("long", 99, 9, arrival=7.0),
@@ -157,14 +157,14 @@ def test_refusals_keep_their_place_and_their_reason_while_the_others_are_served(
     assert [len(record.tokens) for record in trace.requests] == [0, 3, 0, 0, 0, 0, 2]
 
 
-def test_the_arrival_of_a_refused_request_takes_no_step_and_no_time():
+def test_the_arrival_of_a_rejected_request_takes_no_step_and_no_time():
     alone = [Request("a", 1, 2), Request("b", 1, 2, arrival=9.0)]
-    refused = [
-        Refusal("x", "bad", 4.0),
+    rejected = [
+        Rejected("x", "bad", 4.0),
         Request("long", 99, 9, arrival=5.0),
         Request("late", 99, 9, arrival=77.0),
     ]
-    assert run([*alone, *refused]).steps == run(alone).steps
+    assert run([*alone, *rejected]).steps == run(alone).steps
 
 
 def test_a_duplicate_that_arrives_first_is_the_one_that_is_served():
@@ -174,7 +174,7 @@ def test_a_duplicate_that_arrives_first_is_the_one_that_is_served():
 
 
 @pytest.mark.parametrize(
-    "requests", [[], [Refusal("a", "why")], [Request("a", 99, 9)]], ids=["none", "refused", "long"]
+    "requests", [[], [Rejected("a", "why")], [Request("a", 99, 9)]], ids=["none", "rejected", "long"]
 )
 def test_a_run_that_serves_nobody_has_no_steps_and_takes_no_time(requests):
     trace = run(requests)
@@ -330,9 +330,9 @@ def test_a_user_who_waits_for_each_answer_sends_the_next_request_when_it_is_ther
             assert later.first_scheduled >= later.arrival
 
 
-def test_what_follows_on_a_refused_request_is_served_and_never_arrives_in_the_past():
+def test_what_follows_on_a_rejected_request_is_served_and_never_arrives_in_the_past():
     def then(record):
-        return [Request("second", 2, 1)] if record.is_refused else []
+        return [Request("second", 2, 1)] if record.is_rejected else []
 
     requests = [Request("long", 2, 1, arrival=3.0), Request("too long", 99, 1, arrival=3.0)]
     trace = simulate(requests, "fcfs", cache=CacheConfig(2, 4), then=then)

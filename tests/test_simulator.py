@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cbresearch.plan import Plan
 
 from cbresearch import CacheConfig, Request, Scheduler, SchedulerConfig, policies, replay, simulate
 from cbresearch.costs import Linear, Replayed
-from cbresearch.plan import Plan
-from cbresearch.request import Refusal
+from cbresearch.request import Rejected
 from cbresearch.serve import serve
 from cbresearch.simulator import UNIT_STEP, CostExecutor
 from cbresearch.step import PoolState
@@ -139,7 +139,7 @@ def test_the_default_pool_never_runs_out():
 
 
 def test_the_default_pool_counts_what_is_no_request_as_nothing():
-    trace = simulate([Refusal("x", "bad"), Request("text", "unresolved", 2), Request("a", 3, 2)])
+    trace = simulate([Rejected("x", "bad"), Request("text", "unresolved", 2), Request("a", 3, 2)])
     assert [record.error is None for record in trace.requests] == [False, False, True]
 
 
@@ -215,8 +215,8 @@ def test_a_replay_takes_a_policy_object_and_keeps_the_name_of_the_run():
     assert again.policy == "static:release"
 
 
-def test_a_refusal_may_bear_the_id_of_a_request_that_is_replayed():
-    requests = [Request("a", 1, 4, output_length=2), Refusal("a", "line 2: id 'a' is taken")]
+def test_a_rejection_may_bear_the_id_of_a_request_that_is_replayed():
+    requests = [Request("a", 1, 4, output_length=2), Rejected("a", "line 2: id 'a' is taken")]
     trace = simulate(requests)
     assert replay(trace, requests, "fcfs").steps == trace.steps
 
@@ -323,10 +323,10 @@ def test_a_linear_cost_is_read_from_one_to_three_numbers(text, cost):
         "Linear:1",
     ],
 )
-def test_a_cost_that_cannot_be_read_is_refused_by_value_and_remedy(text):
-    with pytest.raises(ValueError, match="linear:T0,T_TOKEN,T_CONTEXT") as refusal:
+def test_a_cost_that_cannot_be_read_is_rejected_by_value_and_remedy(text):
+    with pytest.raises(ValueError, match="linear:T0,T_TOKEN,T_CONTEXT") as rejection:
         Linear.parse(text)
-    assert repr(text) in str(refusal.value)
+    assert repr(text) in str(rejection.value)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ def test_a_cost_that_cannot_be_read_is_refused_by_value_and_remedy(text):
         "linear:0,0,0",
     ],
 )
-def test_a_cost_that_no_step_can_have_is_refused(text):
+def test_a_cost_that_no_step_can_have_is_rejected(text):
     with pytest.raises(ValueError, match="finite seconds, none negative and not all 0"):
         Linear.parse(text)
 

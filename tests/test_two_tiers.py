@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+from cbresearch.blocks import NULL_BLOCK
+from cbresearch.plan import StepResult
 
 from cbresearch import policies
-from cbresearch.blocks import NULL_BLOCK
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.plan import StepResult
 from cbresearch.request import Request, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
@@ -448,7 +448,7 @@ def test_an_answer_that_is_no_preemption_is_an_error_that_names_the_policy(answe
 
 
 @pytest.mark.parametrize("mode", ["swop", ""])
-def test_a_forced_preemption_of_an_unknown_kind_is_refused(mode):
+def test_a_forced_preemption_of_an_unknown_kind_is_rejected(mode):
     scheduler = Scheduler(policies.get("fcfs"), SchedulerConfig(), CacheConfig(10, 4))
     scheduler.submit(Request("a", 3, 4))
     plan = scheduler.schedule(0.0)

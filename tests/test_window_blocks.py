@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
+from cbresearch.blocks import NULL_BLOCK, BlockManager
 from test_two_tiers import (
     POLICIES,
     Meddler,
@@ -15,7 +16,6 @@ from test_two_tiers import (
     serve_watched,
 )
 
-from cbresearch.blocks import NULL_BLOCK, BlockManager
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.request import Request
 from cbresearch.simulator import simulate
@@ -134,7 +134,7 @@ def test_a_request_longer_than_the_pool_is_accepted_and_finishes():
 
 @pytest.mark.parametrize("window", [1, 4, 7])
 @pytest.mark.parametrize("budget", [1, 5, 16])
-def test_a_pool_one_block_short_of_the_window_and_the_chunk_is_refused_with_the_numbers(window, budget):
+def test_a_pool_one_block_short_of_the_window_and_the_chunk_is_rejected_with_the_numbers(window, budget):
     bound = -(-(window - 1 + budget) // 2) + 1
     request = Request("a", distinct(10, 60), 20)
     limits = SchedulerConfig(4, budget)

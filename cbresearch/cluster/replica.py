@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.step import Plan, StepResult
 from cbresearch.request import Request, RequestState
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop
 from cbresearch.simulator import CostExecutor
+from cbresearch.step import Plan, StepResult
 from cbresearch.trace import StepRecord
 
 ROLES = ("both", "prefill", "decode")

@@ -8,7 +8,7 @@ from heapq import heappop, heappush
 from itertools import count
 
 from cbresearch.cluster.replica import Replica, ReplicaConfig, Router, least_outstanding
-from cbresearch.request import Refusal, Request, RequestState
+from cbresearch.request import Rejected, Request, RequestState
 from cbresearch.serve import record_of
 from cbresearch.trace import RequestRecord, Trace
 
@@ -51,7 +51,7 @@ class ClusterRun:
         replicas: Each replica's trace; a request that was handed over is in both of its replicas'.
         requests: The requests as their clients saw them, in the order given.
         routes: By request id, the places of the replicas that served it: one, or that of its prompt and then
-            that of its decoding; refused requests are not in it.
+            that of its decoding; rejected requests are not in it.
     """
 
     router: str
@@ -66,7 +66,7 @@ class ClusterRun:
 
 
 def simulate_cluster(
-    requests: Iterable[Request | Refusal],
+    requests: Iterable[Request | Rejected],
     replicas: Sequence[ReplicaConfig],
     router: Router = least_outstanding,
     handover: Handover | None = None,
@@ -149,9 +149,9 @@ class _Cluster:
                 if wake is not None:
                     self._at(wake, None)
 
-    def record(self, request: Request | Refusal) -> RequestRecord:
+    def record(self, request: Request | Rejected) -> RequestRecord:
         """Return a request's record, of the replica that served it last."""
-        if isinstance(request, Refusal) or request.id not in self.routes:
+        if isinstance(request, Rejected) or request.id not in self.routes:
             return record_of(request, None, self._errors.get(request.id))
         last = self.replicas[self.routes[request.id][-1]]
         return record_of(request, last.states[request.id])

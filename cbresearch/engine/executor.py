@@ -14,8 +14,8 @@ from cbresearch.engine.text import TextStream
 from cbresearch.engine.timing import DeviceTimer
 from cbresearch.formulas import kv_bytes_per_token
 from cbresearch.models import LoadedModel, layer_windows
-from cbresearch.step import Plan, Scheduled, StepResult
 from cbresearch.request import Request
+from cbresearch.step import Plan, Scheduled, StepResult
 
 _DEFAULT_POOL_BYTES = 2**30
 
@@ -84,7 +84,7 @@ class ModelExecutor:
         self._timer = DeviceTimer(model.device, clock)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that the model cannot serve.
+        """Reject a request that the model cannot serve.
 
         Raises:
             ValueError: The prompt is not token ids, an id (of the prompt, or of those that end the output) is
@@ -260,7 +260,7 @@ def default_cache(shape: ModelShape, limits: SchedulerConfig, block_size: int = 
 
 
 def _check_window(name: str, shape: ModelShape, cache: CacheConfig) -> None:
-    """Refuse to free blocks behind a window that is not, or is less than, what every layer attends to."""
+    """Reject to free blocks behind a window that is not, or is less than, what every layer attends to."""
     if cache.sliding_window is None:
         return
     num_whole = shape.num_layers - shape.num_sliding_layers

@@ -18,7 +18,7 @@ from cbresearch.engine.queue import QueueFull, WaitingRoom
 from cbresearch.engine.stream import Output, Stream
 from cbresearch.models import LoadedModel
 from cbresearch.policies import Policy
-from cbresearch.request import Refusal, Request, RequestState, SamplingParams, parallel_samples
+from cbresearch.request import Rejected, Request, RequestState, SamplingParams, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop, record_of
 from cbresearch.trace import RequestRecord, StepRecord, Trace
@@ -48,7 +48,7 @@ class Answer:
 
     @property
     def error(self) -> str | None:
-        """Return why the prompt was refused or failed, or None."""
+        """Return why the prompt was rejected or failed, or None."""
         return self.outputs[0].error
 
 
@@ -217,7 +217,7 @@ class Engine:
                     for sample in parallel_samples(request) if choice.n > 1 else (request,):
                         places[-1].append(self._add(sample, waits=True))
                 except (ValueError, QueueFull) as error:
-                    places[-1].append(_refused(name, str(error)))
+                    places[-1].append(_rejected(name, str(error)))
             bar = tqdm(places, desc="generate", unit="prompt", file=sys.stderr, disable=quiet)
             return [
                 Answer(tuple(item.result() if isinstance(item, Stream) else item for item in place))
@@ -415,8 +415,8 @@ def _unsent(ticket: _Ticket) -> list[tuple[int, Any]]:
     return list(zip(tokens, logprobs, strict=True))
 
 
-def _refused(name: str, error: str) -> Output:
-    record = record_of(Refusal(name, error), None)
+def _rejected(name: str, error: str) -> Output:
+    record = record_of(Rejected(name, error), None)
     return Output(name, (), (), "", None, None, (), error, record)
 
 

@@ -32,14 +32,14 @@ class Output:
 
     Attributes:
         id: The request's id.
-        prompt_token_ids: Its prompt, empty if it was refused before it was tokenized.
+        prompt_token_ids: Its prompt, empty if it was rejected before it was tokenized.
         token_ids: The answer.
         text: The answer's text, without the stop text that ended it; of an answer that was cut short only
             what was settled.
-        finish_reason: "stop", "length", "abort" or "error"; None if the request was refused.
+        finish_reason: "stop", "length", "abort" or "error"; None if the request was rejected.
         stop_reason: The stop text or the token that ended the answer, or None.
         logprobs: Log-probabilities of each token, where they were asked for.
-        error: Why it was refused or what it failed of, or None.
+        error: Why it was rejected or what it failed of, or None.
         record: When what happened to it.
     """
 

@@ -15,7 +15,7 @@ from cbresearch.experiments.environment import progress_bar
 from cbresearch.experiments.points import Point, checked_seeds, count_kept, run_all
 from cbresearch.metrics import Slo
 from cbresearch.policies import Policy, get
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.simulator import UNIT_STEP
 
 
@@ -87,7 +87,7 @@ class Capacity:
 
 
 def capacity(
-    workload: Callable[[float, np.random.Generator], Iterable[Request | Refusal]],
+    workload: Callable[[float, np.random.Generator], Iterable[Request | Rejected]],
     policy: str | Policy = "fcfs",
     *,
     slo: Slo,

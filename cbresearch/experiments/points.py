@@ -11,12 +11,12 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.metrics import Reporting, Slo, summary
 from cbresearch.policies import Policy
-from cbresearch.request import Refusal, Request, expand
+from cbresearch.request import Rejected, Request, expand
 from cbresearch.simulator import simulate
 from cbresearch.trace import Trace
 from cbresearch.workloads import load, resolve_prompts
 
-Draw = Callable[[np.random.Generator], Iterable[Request | Refusal]]
+Draw = Callable[[np.random.Generator], Iterable[Request | Rejected]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +130,11 @@ def checked_seeds(seeds: Any) -> list[int]:
             raise ValueError(f"a seed is {seed!r}; give integers of at least 0")
     if not checked:
         raise ValueError("no seed is given; give at least one")
-    refuse_twice(checked, "seed")
+    reject_twice(checked, "seed")
     return [int(seed) for seed in checked]
 
 
-def refuse_twice(things: Sequence[Any], what: str) -> None:
+def reject_twice(things: Sequence[Any], what: str) -> None:
     """Raise ValueError if one of the things is given twice."""
     for place, thing in enumerate(things):
         if thing in things[:place]:

@@ -12,12 +12,12 @@ import numpy as np
 from cbresearch import metrics, policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.step import Admission, Plan, Scheduled, StepResult
 from cbresearch.policies import Policy
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve
 from cbresearch.simulator import CostExecutor
+from cbresearch.step import Admission, Plan, Scheduled, StepResult
 from cbresearch.trace import Trace
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def simulation_error(measured: Trace, predicted: Trace) -> SimulationError:
 
 def predict_run(
     trace: Trace,
-    requests: Iterable[Request | Refusal],
+    requests: Iterable[Request | Rejected],
     cost: CostModel,
     policy: str | Policy | None = None,
 ) -> Trace:
@@ -108,7 +108,7 @@ class DriftCorrectedExecutor:
         self._recent: deque[float] = deque([probe(), probe()], maxlen=3)
 
     def check(self, request: Request) -> None:
-        """Refuse what the other executor refuses."""
+        """Reject what the other executor rejects."""
         self.executor.check(request)
 
     def execute(self, plan: Plan) -> StepResult:

@@ -14,7 +14,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.experiments.environment import environment, progress_bar
 from cbresearch.experiments.fingerprint import fingerprint, package_fingerprint
-from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, refuse_twice, run_all
+from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, reject_twice, run_all
 from cbresearch.metrics import Slo, mean_interval
 from cbresearch.names import suggestion
 from cbresearch.policies import Policy, get
@@ -232,7 +232,7 @@ def _labelled(given: Any, label_of: Callable[[Any], str | None], what: str) -> d
         if None in labels:
             nameless = things[labels.index(None)]
             raise ValueError(f"the {what} {nameless!r} has no name; give it one, as in {{'mine': …}}")
-        refuse_twice(labels, what)
+        reject_twice(labels, what)
         labelled = dict(zip(labels, things, strict=True))
     if not labelled:
         raise ValueError(f"no {what} is given; name at least one")
@@ -276,7 +276,7 @@ def _several(given: Any, single: Any, what: str) -> list[Any]:
     strange = [thing for thing in things if not isinstance(thing, single)]
     if strange:
         raise ValueError(f"the {what} is {strange[0]!r}, which is of another kind")
-    refuse_twice(things, what)
+    reject_twice(things, what)
     return things
 
 

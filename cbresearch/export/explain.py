@@ -35,11 +35,11 @@ def explain(trace: Trace, request_id: str) -> str:
         near = difflib.get_close_matches(request_id, known, n=3, cutoff=0.5) or known[:3]
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "the run had none"
         raise ValueError(f"no request {request_id!r} in this run of {len(known)} requests; {hint}")
-    # An id may be there twice, if its second request was refused.
-    record = min(named, key=lambda record: record.is_refused)
+    # An id may be there twice, if its second request was rejected.
+    record = min(named, key=lambda record: record.is_rejected)
     lines = (
-        [_arrival(record), f"was refused: {record.error}"]
-        if record.is_refused
+        [_arrival(record), f"was rejected: {record.error}"]
+        if record.is_rejected
         else _life(record, trace.steps)
     )
     return "\n".join([f"request {request_id!r}", *(f"  {line}" for line in lines)])

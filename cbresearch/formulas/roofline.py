@@ -67,7 +67,7 @@ def decode_attention_intensity(shape: ModelShape) -> float:
 
     Each cached key and value meets the g query heads of its KV head once. A model with latent attention has
     one cached vector for all its heads (absorbed form: scores over the whole latent, values over the
-    compressed part, whose width the shape does not hold), so it is refused.
+    compressed part, whose width the shape does not hold), so it is rejected.
 
     Args:
         shape: The model; `dtype_bytes` is that of the cache.

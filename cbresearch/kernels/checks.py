@@ -11,7 +11,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 def check_tensor(
     name: str, tensor: Tensor, sizes: tuple[int | str, ...], dtypes: tuple[torch.dtype, ...], first: Tensor
 ) -> None:
-    """Refuse a tensor of another dtype, shape or device, or with another last stride than 1.
+    """Reject a tensor of another dtype, shape or device, or with another last stride than 1.
 
     Args:
         name: What the caller calls it.
@@ -37,13 +37,13 @@ def check_tensor(
 
 
 def check_pools(k_cache: Tensor, v_cache: Tensor, head: tuple[int | str, int], first: Tensor) -> None:
-    """Refuse pools that are not `[num_blocks, block_size, *head]` in the dtype of `first`."""
+    """Reject pools that are not `[num_blocks, block_size, *head]` in the dtype of `first`."""
     check_tensor("k_cache", k_cache, ("num_blocks", "block_size", *head), (first.dtype,), first)
     check_tensor("v_cache", v_cache, tuple(k_cache.shape), (first.dtype,), first)
 
 
 def check_plan(plan: WorkPlan, q: Tensor, k_cache: Tensor, block_tables: Tensor, window: int | None) -> None:
-    """Refuse lengths, or a plan made for others, that do not fit the tensors of `paged_attention`."""
+    """Reject lengths, or a plan made for others, that do not fit the tensors of `paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
     if plan.num_tokens != num_tokens:
         raise ValueError(f"cu_seqlens_q ends at {plan.num_tokens}, and q has {num_tokens} tokens")

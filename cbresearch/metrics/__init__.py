@@ -1,7 +1,7 @@
 """What a run achieved, measured from its `Trace` alone; `formulas` predicts the same quantities.
 
 A quantity that the trace does not define (a mean of nothing, a rate over no time) is None, never 0.
-Refused requests are counted and enter nothing else. Step-weighted means count each step once, time-weighted
+Rejected requests are counted and enter nothing else. Step-weighted means count each step once, time-weighted
 ones count it by its duration; they differ where a step's duration depends on what is in it.
 """
 

@@ -267,7 +267,7 @@ def speed_up(baseline: Trace, other: Trace) -> float | None:
 
 
 def sample_of(values: Iterable[float]) -> npt.NDArray[np.float64]:
-    """Return values as an array; a value that is not finite was not measured, and is refused."""
+    """Return values as an array; a value that is not finite was not measured, and is rejected."""
     sample = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=np.float64)
     for value in sample[~np.isfinite(sample)]:
         raise ValueError(f"the sample holds {float(value)!r}; leave out what was not measured")
@@ -280,10 +280,10 @@ def defined(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def of_served(trace: Trace, name: str) -> npt.NDArray[Any]:
-    """Return a column of the requests that were not refused."""
+    """Return a column of the requests that were not rejected."""
     requests = trace.request_columns
-    is_refused = (requests["error"] != None) & (requests["finish_reason"] == None)  # noqa: E711 - one by one
-    values: npt.NDArray[Any] = requests[name][~is_refused]
+    is_rejected = (requests["error"] != None) & (requests["finish_reason"] == None)  # noqa: E711 - one by one
+    values: npt.NDArray[Any] = requests[name][~is_rejected]
     return values
 
 

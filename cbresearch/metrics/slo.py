@@ -44,7 +44,7 @@ class Slo:
 
 
 def slo_attainment(trace: Trace, slo: Slo) -> float | None:
-    """Return the share of all requests that kept the SLO; refused, failed and aborted ones did not.
+    """Return the share of all requests that kept the SLO; rejected, failed and aborted ones did not.
 
     Source: DistServe, OSDI 2024, 2.2.
     """

@@ -33,7 +33,7 @@ _ROWS: tuple[tuple[str, str, str, float], ...] = (
     ("prefix hit rate", "%", "prefix_hit_rate", 100),
     ("preemptions", "", "num_preemptions", 1),
     ("requests served", "", "num_finished", 1),
-    ("requests refused", "", "num_refused", 1),
+    ("requests rejected", "", "num_rejected", 1),
     ("requests failed", "", "num_failed", 1),
     ("requests aborted", "", "num_aborted", 1),
     ("kept the SLO", "%", "slo_attainment", 100),
@@ -89,7 +89,7 @@ def _measured(trace: Trace) -> dict[str, float | int | None]:
     reasons = [record.finish_reason for record in trace.served]
     values: dict[str, float | int | None] = {
         "num_requests": len(trace.requests),
-        "num_refused": len(trace.requests) - len(reasons),
+        "num_rejected": len(trace.requests) - len(reasons),
         "num_finished": reasons.count("stop") + reasons.count("length"),
         "num_aborted": reasons.count("abort"),
         "num_failed": reasons.count("error"),

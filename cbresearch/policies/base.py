@@ -46,7 +46,7 @@ class View:
 
     @property
     def admitting(self) -> bool:
-        """Whether a waiting request could still join: a seat is free, and memory has refused none yet.
+        """Whether a waiting request could still join: a seat is free, and memory has rejected none yet.
 
         A policy may stop walking the queue once this is False; what it yields all the same is skipped.
         """
@@ -87,9 +87,9 @@ class Policy:
     """One of "batching", "size", "memory", "fairness", "slo", "locality"."""
     source = "Orca (OSDI'22), Sarathi-Serve (OSDI'24)"
     """Where the rule was published."""
-    keeps_seats = False
+    pads_finished_rows = False
     """Whether a finished request's row stays in the batch until all rows are finished."""
-    joins_late = True
+    joins_running_batch = True
     """Whether a request may join a batch under way; a parallel sample then waits for its sibling's prompt."""
     fast_forward = True
     """Whether decode steps repeat themselves, so that a simulator may take many at once.

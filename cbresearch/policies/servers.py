@@ -28,7 +28,7 @@ class Orca(Admitting):
         if reserve not in ("max", "pow2", "oracle"):
             raise ValueError(f"orca: reserve is {reserve!r}; choose max, pow2 or oracle")
         self.reserve = reserve
-        # A reservation by prediction grows once the output is longer, and another reason may then refuse.
+        # A reservation by prediction grows once the output is longer, and another reason may then reject.
         self.fast_forward = reserve == "max"
 
     def num_slots(self, request: RequestState) -> int:

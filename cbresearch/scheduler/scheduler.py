@@ -90,7 +90,7 @@ class Scheduler:
         self.policy = policy
         self.step_time = step_time
         self.config = config
-        self.kv = kv.build(cache, config, policy.keeps_seats)
+        self.kv = kv.build(cache, config, policy.pads_finished_rows)
         self.num_submitted = 0
         self._step = 0
         # None for those that are finished: of them only the id is kept, which no other request may have.
@@ -104,7 +104,7 @@ class Scheduler:
         # Tokens whose KV running requests refer to, a shared one as often as it is referred to.
         self._num_kv_tokens = 0
         self._draft = _Draft()
-        # Whether memory refused or preempted a request in the last step.
+        # Whether memory rejected or preempted a request in the last step.
         self._is_short = False
         self._last: tuple[_Draft, Plan | None, Plan | None, int] = self._draft, None, None, 0
         self._view = View(
@@ -143,7 +143,7 @@ class Scheduler:
         return self._swapped.values()
 
     def validate(self, request: Request) -> None:
-        """Refuse a request that can never be served within the limits, whatever its id.
+        """Reject a request that can never be served within the limits, whatever its id.
 
         Raises:
             ValueError: What it needs, what there is, and the remedy.
@@ -287,7 +287,7 @@ class Scheduler:
             self._num_kv_tokens -= state.num_kv_tokens
         self._set_running([state for state in self._running if state.status is RUNNING])
         leaving = list(finished)
-        if self.policy.keeps_seats:
+        if self.policy.pads_finished_rows:
             # A failed row holds nothing that could be computed over again.
             leaving = [state for state in finished if state.error is not None]
             self._padding += [state for state in finished if state.error is None]
@@ -416,7 +416,7 @@ class Scheduler:
             order = self._decode_order(now)
             closed = "budget" if len(running) == budget else None if self._free_seats else "seats"
             return None if order is None else DecodeBatch(order, padding, (), closed, False)
-        # What was refused is refused again as long as nothing is freed: running requests only take blocks.
+        # What was rejected is rejected again as long as nothing is freed: running requests only take blocks.
         if (
             plan is None
             or last.was_freed
@@ -548,12 +548,12 @@ class Scheduler:
         )
         for state in preempted:
             self._preempt(state)
-        # No request was refused: the next one may still join.
+        # No request was rejected: the next one may still join.
         self._view.closed = None
         return bool(preempted)
 
     def _sibling(self, state: RequestState) -> RequestState | None:
-        if state.request.group is None or not self.policy.joins_late:
+        if state.request.group is None or not self.policy.joins_running_batch:
             return None
         return farthest_sibling(state, self._running) if self.kv.config.reservation is None else None
 

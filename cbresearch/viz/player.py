@@ -188,7 +188,7 @@ def _run(
     label: str, trace: Trace, stays: Sequence[SeatStay], bounds: Bounds, numbers: _Numbers
 ) -> dict[str, Any]:
     steps = trace.steps[: bounds.steps]
-    refused = [record for record in trace.requests if record.is_refused]
+    rejected = [record for record in trace.requests if record.is_rejected]
     return {
         "label": _name(label),
         "policy": _name(trace.policy),
@@ -215,8 +215,8 @@ def _run(
             for record in trace.served
             if record.finish_reason not in (None, "length") and record.id in numbers
         ],
-        "refused": [[_name(one.id), _name(one.error or "")] for one in refused[: bounds.requests]],
-        "num_refused": len(refused),
+        "rejected": [[_name(one.id), _name(one.error or "")] for one in rejected[: bounds.requests]],
+        "num_rejected": len(rejected),
         "reasons": _reasons(steps),
         **_blocks(trace, steps, bounds, numbers),
     }

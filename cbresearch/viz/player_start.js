@@ -5,7 +5,7 @@ function buildStart(panel, begin) {
   const labels = data.runs.map((other) => other.label);
   const intro = element(panel, "p", "cbr-lead");
   const together = work.is_served_by_all ? " serve the same requests on one clock; they differ in when a request may join the batch."
-    : work.is_shared ? " are given the same requests on one clock; they differ in when a request may join the batch, and in which requests they refuse."
+    : work.is_shared ? " are given the same requests on one clock; they differ in when a request may join the batch, and in which requests they reject."
       : " play on one clock; each is given requests of its own.";
   intro.textContent = !work.requests ? "No request was served."
     : counted(work.requests, "request") + " want" + (work.requests === 1 ? "s" : "") + " " +
@@ -32,15 +32,15 @@ function buildStart(panel, begin) {
   if (data.runs.some((one) => one.caching)) fact("prefix caching", "caching", (one) => (one.caching ? "on" : "off"));
   if (data.runs.some((one) => one.window)) fact("sliding window", "window", (one) => one.window ? counted(one.window, "token") : "none");
   picture(right, run);
-  const refusals = new Map();
+  const rejections = new Map();
   for (const one of data.runs) {
-    if (!one.num_refused) continue;
-    const text = counted(one.num_refused, "request") + ": " + some(one.refused.map(([id, why]) => id + " (" + why + ")"), 3);
-    refusals.set(text, [...(refusals.get(text) || []), one.label]);
+    if (!one.num_rejected) continue;
+    const text = counted(one.num_rejected, "request") + ": " + some(one.rejected.map(([id, why]) => id + " (" + why + ")"), 3);
+    rejections.set(text, [...(rejections.get(text) || []), one.label]);
   }
-  for (const [text, by] of refusals) {
+  for (const [text, by] of rejections) {
     const isAll = by.length === data.runs.length && by.length > 1;
-    element(right, "p", "cbr-quiet", "Refused" + (isAll ? "" : " by " + some(by, 6)) + ": " + text);
+    element(right, "p", "cbr-quiet", "Rejected" + (isAll ? "" : " by " + some(by, 6)) + ": " + text);
   }
 }
 

@@ -21,7 +21,7 @@ from cbresearch.viz.templates import asset, render
 Answer = tuple[str, Mapping[str, str]]
 Picture = tuple[str, str, str, Callable[[], Figure]]
 
-# More bars than this are a blur, more refusals a wall, fewer dots than this no picture.
+# More bars than this are a blur, more rejections a wall, fewer dots than this no picture.
 _MAX_SEAT_STEPS = 600
 _MAX_ERRORS = 50
 _MIN_DOTS = 3
@@ -80,8 +80,8 @@ def write_report(
         player=player_html(traces, predictions=compared, kpi=rows),
         answers=[(prompt, _grouped(texts)) for prompt, texts in answers],
         errors=[
-            ("Refused requests", "refused", _errors(traces, are_refused=True)),
-            ("Failed requests", "failed while they were served", _errors(traces, are_refused=False)),
+            ("Rejected requests", "rejected", _errors(traces, are_rejected=True)),
+            ("Failed requests", "failed while they were served", _errors(traces, are_rejected=False)),
         ],
         max_errors=_MAX_ERRORS,
         environment=dict(environment or {}),
@@ -275,11 +275,11 @@ def _grouped(texts: Mapping[str, str]) -> list[tuple[list[str], str]]:
     return [(labels, words) for words, labels in groups.items()]
 
 
-def _errors(traces: Mapping[str, Trace], *, are_refused: bool) -> list[list[str]]:
-    """Return the requests that were refused, or failed while they were served, why, and in which runs."""
+def _errors(traces: Mapping[str, Trace], *, are_rejected: bool) -> list[list[str]]:
+    """Return the requests that were rejected, or failed while they were served, why, and in which runs."""
     found: dict[tuple[str, str], list[str]] = {}
     for label, trace in traces.items():
         for record in trace.requests:
-            if record.error is not None and record.is_refused is are_refused:
+            if record.error is not None and record.is_rejected is are_rejected:
                 found.setdefault((record.id, record.error), []).append(label)
     return [[request_id, error, ", ".join(labels)] for (request_id, error), labels in found.items()]

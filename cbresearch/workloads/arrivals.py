@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.workloads.common import Requests, Rng, checked, require, require_positive
 
 Times = NDArray[np.float64]
@@ -183,7 +183,7 @@ class Recorded:
         return np.array(self.times[:num_requests])
 
 
-def scale_rate(requests: Requests, factor: float) -> list[Request | Refusal]:
+def scale_rate(requests: Requests, factor: float) -> list[Request | Rejected]:
     """Return the requests `factor` times as fast: every interval, from time 0 on, is divided by it.
 
     So the rate is multiplied, the span divided, and their order and the shape of the gaps stay. A deadline
@@ -197,7 +197,7 @@ def scale_rate(requests: Requests, factor: float) -> list[Request | Refusal]:
         ValueError: The factor is not a positive number.
     """
     require_positive("factor", factor, "2 is twice as fast")
-    scaled: list[Request | Refusal] = []
+    scaled: list[Request | Rejected] = []
     for request in requests:
         arrival = request.arrival / factor
         if isinstance(request, Request) and request.deadline is not None:
@@ -206,7 +206,7 @@ def scale_rate(requests: Requests, factor: float) -> list[Request | Refusal]:
     return scaled
 
 
-def merge(*workloads: Requests) -> list[Request | Refusal]:
+def merge(*workloads: Requests) -> list[Request | Rejected]:
     """Return the requests of several workloads in order of arrival; equal times keep the order given.
 
     Raises:
@@ -219,7 +219,7 @@ def merge(*workloads: Requests) -> list[Request | Refusal]:
     return sorted(together, key=lambda request: request.arrival)
 
 
-def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request | Refusal]:
+def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request | Rejected]:
     """Spread requests that a trace recorded at one time over the time until the next ones; this is invented.
 
     Some traces round their times: in Mooncake's conversation trace about ten requests arrive at once every
@@ -237,7 +237,7 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
     """
     require_positive("tick", tick, "seconds")
     groups = [(time, list(group)) for time, group in groupby(requests, lambda request: request.arrival)]
-    spread: list[Request | Refusal] = []
+    spread: list[Request | Rejected] = []
     for (arrival, group), (following, _) in zip(groups, [*groups[1:], (math.inf, [])], strict=True):
         if following < arrival:
             raise ValueError(f"an arrival at {following!r} follows one at {arrival!r}; sort by arrival")

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 
 Rng = np.random.Generator
 
-Requests = Sequence[Request | Refusal]
-"""A workload: requests, with a refusal in the place of each that cannot be served."""
+Requests = Sequence[Request | Rejected]
+"""A workload: requests, with a rejection in the place of each that cannot be served."""
 
 
 def require(holds: bool, name: str, value: object, remedy: str) -> None:

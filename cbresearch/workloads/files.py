@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cbresearch import names
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.workloads import readers
 from cbresearch.workloads.arrivals import scale_rate, spread_arrivals
 from cbresearch.workloads.common import Rng, numbered_lines, require
@@ -79,16 +79,16 @@ class TraceFile(NamedTuple):
 
     Attributes:
         kind: "workload", "mooncake", "azure", "burstgpt", "vidur", or "vidur_lengths" (without arrivals).
-        requests: The requests, with a `Refusal` in the place of each bad line.
+        requests: The requests, with a `Rejected` in the place of each bad line.
         repairs: How often which repair was made, see `read_trace`; empty where the file needed none.
     """
 
     kind: str
-    requests: list[Request | Refusal]
+    requests: list[Request | Rejected]
     repairs: Mapping[str, int]
 
 
-def load(source: str | os.PathLike[str], rng: Rng) -> list[Request | Refusal]:
+def load(source: str | os.PathLike[str], rng: Rng) -> list[Request | Rejected]:
     """Return the requests of a preset, a public trace or a file.
 
     Options may follow a name or a path after a colon, separated by commas: "chat:rate=4,n=200",
@@ -103,7 +103,7 @@ def load(source: str | os.PathLike[str], rng: Rng) -> list[Request | Refusal]:
         rng: Draws what a preset or an option leaves to chance; a plain file draws nothing.
 
     Returns:
-        The requests, with a `Refusal` that names the line, the value and the remedy for each bad line.
+        The requests, with a `Rejected` that names the line, the value and the remedy for each bad line.
 
     Raises:
         ValueError: No such preset or file exists, it holds no request at all, or an option is unknown or
@@ -163,8 +163,8 @@ def read_trace(
         speed: Divide every interval by it, see `scale_rate`: 2 is twice the rate in half the time.
         rate: Requests per second of a Poisson process, for a Vidur file without arrivals, whose requests
             otherwise all arrive at 0.
-        failures: What becomes of BurstGPT's failed requests: "skip" leaves them out and counts them, "refuse"
-            puts a `Refusal` in their place.
+        failures: What becomes of BurstGPT's failed requests: "skip" leaves them out and counts them, "reject"
+            puts a `Rejected` in their place.
         spread: Spread Mooncake's arrivals inside their ticks of 3 seconds, see `spread_arrivals`.
         tokens_per_id: Tokens that an id of a Mooncake trace stands for, 1 to 512; prompts become shorter in
             proportion, outputs stay. From 4 on, all token ids are below 256, which every vocabulary has, and

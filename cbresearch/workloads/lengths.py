@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.workloads.common import Rng, checked, require
 
 Tokens = NDArray[np.int64]
@@ -343,8 +343,8 @@ class Joint:
             raise ValueError(f"{len(self.prompts)} prompts and {len(self.outputs)} outputs; give pairs")
 
     @classmethod
-    def of(cls, requests: Iterable[Request | Refusal]) -> "Joint":
-        """Return the pairs of a trace's requests, refused ones left out."""
+    def of(cls, requests: Iterable[Request | Rejected]) -> "Joint":
+        """Return the pairs of a trace's requests, rejected ones left out."""
         known = [request for request in requests if isinstance(request, Request)]
         return cls(tuple(request.num_prompt_tokens for request in known), tuple(map(true_length, known)))
 

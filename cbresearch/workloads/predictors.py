@@ -10,7 +10,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cbresearch import names
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.workloads.common import Requests, Rng, require
 from cbresearch.workloads.lengths import true_length
 
@@ -96,11 +96,11 @@ PREDICTORS: Mapping[str, Callable[..., Predictor]] = MappingProxyType(
 """The predictors that are known by name."""
 
 
-def predict(requests: Requests, predictor: str | Predictor, rng: Rng) -> list[Request | Refusal]:
+def predict(requests: Requests, predictor: str | Predictor, rng: Rng) -> list[Request | Rejected]:
     """Return the requests with `predicted_output` set, in the given order.
 
     Args:
-        requests: The workload; a `Refusal` is passed on.
+        requests: The workload; a `Rejected` is passed on.
         predictor: A predictor, or its name with options after a colon: "oracle", "noisy:sigma=0.5",
             "buckets:width=64", "history" or "history:token_seconds=0.02", "constant:tokens=100".
         rng: The random generator.

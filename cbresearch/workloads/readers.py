@@ -1,4 +1,4 @@
-"""Read requests from JSON lines and from the CSV files of public traces; a bad line is refused by itself.
+"""Read requests from JSON lines and from the CSV files of public traces; a bad line is rejected by itself.
 
 Mooncake's traces (Qin et al., FAST'25) tell which prompts begin alike, without the prompts.
 """
@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from cbresearch.names import suggestion
-from cbresearch.request import Refusal, Request, SamplingParams
+from cbresearch.request import Rejected, Request, SamplingParams
 from cbresearch.workloads.arrivals import Poisson
 from cbresearch.workloads.common import Rng, check_text, numbered_lines, require, shown
 from cbresearch.workloads.requests import TO_THE_END
@@ -46,7 +46,7 @@ _SAMPLING_KEYS = tuple(field.name for field in fields_of(SamplingParams) if fiel
 _NUM_DIGITS, _BASE = 4, 256
 _ALL_IDS = range(_BASE**_NUM_DIGITS)
 
-# An integer past all floats is read as infinity, which every check refuses by name.
+# An integer past all floats is read as infinity, which every check rejects by name.
 _DECODER = json.JSONDecoder(parse_int=lambda text: int(text) if len(text) < 300 else math.inf)
 
 
@@ -77,20 +77,22 @@ def kind_of(name: str, lines: Lines) -> str:
 # JSON lines.
 
 
-def read_requests(content: bytes) -> list[Request | Refusal]:
-    """Return the requests of a workload file, see `read_trace`, with a `Refusal` for each bad line."""
+def read_requests(content: bytes) -> list[Request | Rejected]:
+    """Return the requests of a workload file, see `read_trace`, with a `Rejected` for each bad line."""
     return read_json(numbered_lines(content), workload_request, EXAMPLES["workload"])
 
 
-def read_json(lines: Lines, build: Callable[[Fields, str], Request], example: str) -> list[Request | Refusal]:
-    """Return the requests of JSON lines, in their order, with a `Refusal` in the place of each bad one.
+def read_json(
+    lines: Lines, build: Callable[[Fields, str], Request], example: str
+) -> list[Request | Rejected]:
+    """Return the requests of JSON lines, in their order, with a `Rejected` in the place of each bad one.
 
     Args:
         lines: Numbers and lines of a file.
         build: Makes a request of a line's fields and its position as text; raises ValueError.
         example: A line, for error messages.
     """
-    requests: list[Request | Refusal] = []
+    requests: list[Request | Rejected] = []
     lines_by_id: dict[str, int] = {}
     for position, (number, line) in enumerate(lines):
         fields: Fields = {}
@@ -103,7 +105,7 @@ def read_json(lines: Lines, build: Callable[[Fields, str], Request], example: st
         except ValueError as error:
             said = str(error)
             said = said if len(said) <= 300 else f"{said[:150]} … {said[-150:]}"
-            requests.append(_refusal(fields, str(position), f"line {number}: {said}"))
+            requests.append(_rejection(fields, str(position), f"line {number}: {said}"))
     return requests
 
 
@@ -180,7 +182,7 @@ def _fields(line: bytes, example: str) -> Fields:
     return fields
 
 
-def _refusal(fields: Fields, position: str, error: str) -> Refusal:
+def _rejection(fields: Fields, position: str, error: str) -> Rejected:
     name = fields.get("id")
     # Half a surrogate pair cannot be written to a file, so no result may be named by it.
     if not isinstance(name, str) or not name or name.encode(errors="ignore").decode() != name:
@@ -188,8 +190,8 @@ def _refusal(fields: Fields, position: str, error: str) -> Refusal:
     for key, unit in (("arrival", 1), ("timestamp", 1000)):
         time = fields.get(key)
         if isinstance(time, int | float) and not isinstance(time, bool) and 0 <= time < math.inf:
-            return Refusal(name, error, time / unit)
-    return Refusal(name, error)
+            return Rejected(name, error, time / unit)
+    return Rejected(name, error)
 
 
 # CSV files.
@@ -197,12 +199,12 @@ def _refusal(fields: Fields, position: str, error: str) -> Refusal:
 
 def read_rows(
     lines: Lines, kind: str, rng: Rng, rate: float | None = None, failures: str = "skip"
-) -> tuple[list[Request | Refusal], dict[str, int]]:
+) -> tuple[list[Request | Rejected], dict[str, int]]:
     """Return the requests of a trace's rows, and how often which repair was made.
 
     Arrivals count from the earliest row. Outputs run to their full length, as recorded. Two repairs are made
     and counted: rows out of order are sorted by arrival, and failed requests (BurstGPT records them with 0
-    output tokens) are left out. Any other bad row is refused.
+    output tokens) are left out. Any other bad row is rejected.
 
     Args:
         lines: Numbers and lines of the file, the header first.
@@ -210,17 +212,17 @@ def read_rows(
         rng: Draws arrivals where `rate` asks for them.
         rate: Requests per second of a Poisson process, for a file without arrivals; by default all arrive
             at 0.
-        failures: "skip" leaves failed requests out, "refuse" puts a `Refusal` in their place.
+        failures: "skip" leaves failed requests out, "reject" puts a `Rejected` in their place.
 
     Returns:
-        The requests in order of arrival, with a `Refusal` in the place of each bad row; and the repairs.
+        The requests in order of arrival, with a `Rejected` in the place of each bad row; and the repairs.
 
     Raises:
         ValueError: `failures` is none of the two, or `rate` is not positive.
     """
     import pandas as pd
 
-    require(failures in ("skip", "refuse"), "failures", failures, "it must be 'skip' or 'refuse'")
+    require(failures in ("skip", "reject"), "failures", failures, "it must be 'skip' or 'reject'")
     header, *rows = (_cells(line) for _, line in lines)
 
     def column(name: str) -> Any:
@@ -238,7 +240,7 @@ def read_rows(
         frame["arrival"] = frame.time.ffill().fillna(0.0)
     else:
         frame["time"] = frame["arrival"] = Poisson(rate)(rng, len(frame)) if rate is not None else 0.0
-    requests: list[Request | Refusal] = []
+    requests: list[Request | Rejected] = []
     in_order = frame.sort_values("arrival", kind="stable").itertuples(name=None)
     for place, prompt, output, client, time, arrival in in_order:
         name = str(place)
@@ -248,7 +250,7 @@ def read_rows(
             requests.append(Request(name, prompt, output, arrival, TO_THE_END, **fields))
         else:
             fault = _fault(kind, header, rows[place], (time, prompt, output))
-            requests.append(Refusal(name, f"line {lines[place + 1][0]}: {fault}", arrival))
+            requests.append(Rejected(name, f"line {lines[place + 1][0]}: {fault}", arrival))
     num_moved = int((frame.arrival.diff() < 0).sum())
     repairs = {"failed requests left out": len(rows) - len(frame), "rows sorted by arrival": num_moved}
     return requests, {repair: times for repair, times in repairs.items() if times}

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cbresearch.request import Prompt, Refusal, Request, SamplingParams
+from cbresearch.request import Prompt, Rejected, Request, SamplingParams
 from cbresearch.workloads.arrivals import Arrivals, draw_times
 from cbresearch.workloads.common import Rng, check_text, independent_generators, require
 from cbresearch.workloads.lengths import Draw, DrawPairs, Zipf, checked_lengths
@@ -102,12 +102,12 @@ def bundled(
 
 
 def resolve_prompts(
-    requests: Iterable[Request | Refusal], encode: Encode | None, vocab_size: int | None, rng: Rng
-) -> list[Request | Refusal]:
+    requests: Iterable[Request | Rejected], encode: Encode | None, vocab_size: int | None, rng: Rng
+) -> list[Request | Rejected]:
     """Turn prompts into what an executor serves: token ids for a model, lengths for a simulation.
 
     Args:
-        requests: The workload; a `Refusal` is passed on.
+        requests: The workload; a `Rejected` is passed on.
         encode: Turns text into token ids. None is for a simulation: a text becomes a length in tokens,
             estimated as a quarter of its UTF-8 bytes, rounded up.
         vocab_size: Number of token ids of the model. A length becomes that many ids drawn uniformly
@@ -116,21 +116,21 @@ def resolve_prompts(
             only, never on the other requests.
 
     Returns:
-        The requests in their order, with a `Refusal` in the place of each that cannot be resolved.
+        The requests in their order, with a `Rejected` in the place of each that cannot be resolved.
 
     Raises:
         ValueError: `vocab_size` is below 1.
     """
     require(vocab_size is None or vocab_size >= 1, "vocab_size", vocab_size, "it must be at least 1, or None")
     seed = int(rng.integers(2**63))
-    resolved: list[Request | Refusal] = []
+    resolved: list[Request | Rejected] = []
     for position, request in enumerate(requests):
         if isinstance(request, Request):
             try:
                 prompt = _resolved(request.prompt, encode, vocab_size, [seed, position])
                 request = replace(request, prompt=prompt)
             except ValueError as error:
-                request = Refusal(request.id, f"request {request.id!r}: {error}", request.arrival)
+                request = Rejected(request.id, f"request {request.id!r}: {error}", request.arrival)
         resolved.append(request)
     return resolved
 

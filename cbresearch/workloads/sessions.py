@@ -107,7 +107,7 @@ class Sessions:
 
     @property
     def num_requests(self) -> int:
-        """Return how many requests the users send in all, if none is refused."""
+        """Return how many requests the users send in all, if none is rejected."""
         return sum(len(session.turns) for session in self.sessions)
 
     @property
@@ -118,7 +118,7 @@ class Sessions:
     def start(self) -> tuple[list[Request], ClosedLoopClient]:
         """Return each user's first request, and the closed-loop client that sends the others, for one run.
 
-        A prompt holds the tokens that were really generated. A user whose request was refused, aborted or
+        A prompt holds the tokens that were really generated. A user whose request was rejected, aborted or
         failed sends nothing more. The client remembers the prompts of its run: call this once a run.
         """
         sessions = {session.client: session for session in self.sessions}

@@ -118,7 +118,7 @@ def test_soft_cap_keeps_scores_of_ten_thousand_finite():
     assert (outputs[0] - outputs[2]).abs().max() > 0.01
 
 
-def test_attention_function_refuses_arguments_that_it_does_not_apply():
+def test_attention_function_rejects_arguments_that_it_does_not_apply():
     with pytest.raises(ValueError, match="asks for 'position_bias'"):
         attention_function(
             SimpleNamespace(), *(torch.zeros(1, 1, 1, 1),) * 3, None, position_bias=torch.zeros(1)
@@ -132,19 +132,19 @@ def latent_step():
     return PagedStep(cache, np.array([[1, 0]]), np.array([0]), np.array([3]))
 
 
-def test_latent_cache_refuses_expanded_keys():
+def test_latent_cache_rejects_expanded_keys():
     with pytest.raises(ValueError, match=r"\[1, 4, 3, 6\] and \[1, 4, 3, 6\] where latents of 5 elements"):
         LatentCache(latent_step()).update(torch.zeros(1, 4, 3, 6), torch.zeros(1, 4, 3, 6), 0)
 
 
-def test_attention_function_refuses_latents_that_were_not_read_from_the_cache():
+def test_attention_function_rejects_latents_that_were_not_read_from_the_cache():
     step = latent_step()
     key = torch.zeros(1, 4, 2, 6)
     with pytest.raises(ValueError, match="does not read its latents"):
         attention_function(SimpleNamespace(layer_idx=0), torch.zeros(1, 4, 3, 6), key, key, None, paged=step)
 
 
-def test_attention_function_refuses_a_window_over_latents():
+def test_attention_function_rejects_a_window_over_latents():
     step = latent_step()
     key = torch.zeros(1, 4, 3, 6)
     with pytest.raises(ValueError, match="a sliding window of 2 over latents"):
@@ -168,7 +168,7 @@ def test_paged_model_serves_a_class_derived_by_a_user(tiny):
         (FalconForCausalLM, FalconConfig(num_hidden_layers=1, hidden_size=32, num_attention_heads=4)),
     ],
 )
-def test_models_refuses_families_with_alibi_at_load(model_class, config):
+def test_models_rejects_families_with_alibi_at_load(model_class, config):
     config.vocab_size = 64
     with pytest.raises(ValueError, match=f"of the family '{config.model_type}', .* ALiBi included"):
         models.wrap("m", model_class(config))

@@ -73,6 +73,6 @@ def test_a_gpu_takes_the_kernels_where_they_fit_and_a_cpu_only_when_asked(asked,
 @pytest.mark.parametrize(
     ("asked", "shape", "said"), [("tritn", SHAPE, "tritn"), ("triton", LATENTS, "latents")]
 )
-def test_a_backend_that_cannot_be_is_refused(asked, shape, said):
+def test_a_backend_that_cannot_be_is_rejected(asked, shape, said):
     with pytest.raises(ValueError, match=said):
         choose_backend(asked, shape, torch.device("cpu"))

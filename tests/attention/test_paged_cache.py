@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from cbresearch.plan import Transfer
 from helpers.attention_cases import shape
 
 from cbresearch.attention import PagedCache, pool
 from cbresearch.config import CacheConfig
-from cbresearch.plan import Transfer
 
 NUM_TRANSFER_SEQUENCES = 200
 
@@ -78,7 +78,7 @@ def test_transfer_of_random_sequences_equals_one_copy_after_the_other(staged_byt
         (Transfer("move", 0, 0), ValueError, "unknown kind of transfer 'move'"),
     ],
 )
-def test_transfer_refuses_a_block_outside_its_pool(transfer, error, problem):
+def test_transfer_rejects_a_block_outside_its_pool(transfer, error, problem):
     with pytest.raises(error, match=problem):
         numbered(CacheConfig(4, 2, num_host_blocks=2)).transfer([transfer])
 

@@ -1,4 +1,4 @@
-"""Numbers are taken whatever type they came as, and refused with the value and the limits."""
+"""Numbers are taken whatever type they came as, and rejected with the value and the limits."""
 
 import math
 import re
@@ -53,7 +53,7 @@ def test_real_becomes_a_plain_float(value):
         (lambda: checks.real("x", 2, 0, 1), "x is 2; it must be a number from 0 to 1"),
     ],
 )
-def test_a_number_out_of_range_is_refused_with_the_value_and_the_limits(check, said):
+def test_a_number_out_of_range_is_rejected_with_the_value_and_the_limits(check, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         check()
 

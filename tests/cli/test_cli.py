@@ -115,7 +115,7 @@ def test_simulate_writes_the_files_that_others_script_against(simulated):
     judge_shape(simulated, POLICIES, len(LINES))
 
 
-def test_a_malformed_line_of_a_workload_is_refused_alone_by_its_number(simulated):
+def test_a_malformed_line_of_a_workload_is_rejected_alone_by_its_number(simulated):
     for run in simulated.runs.values():
         assert [request["id"] for request in run["requests"]] == ["a", "b", "2", "3"]
         assert [request["error"] is None for request in run["requests"]] == [True, True, False, True]
@@ -132,8 +132,8 @@ def test_results_say_what_they_depend_on(simulated):
 def test_csv_columns_have_units_and_undefined_cells_are_empty(simulated):
     assert {"policy", "id", "arrival_s", "first_token_s", "finish_s", "error"} <= set(simulated.requests[0])
     assert {"policy", "step", "start_s", "duration_s", "num_tokens", "num_running"} <= set(simulated.steps[0])
-    refused = next(row for row in simulated.requests if row["error"])
-    assert refused["first_token_s"] == refused["finish_s"] == refused["ttft_s"] == ""
+    rejected = next(row for row in simulated.requests if row["error"])
+    assert rejected["first_token_s"] == rejected["finish_s"] == rejected["ttft_s"] == ""
     single = next(row for row in simulated.requests if row["num_output_tokens"] == "1")
     assert single["tpot_s"] == "" != single["ttft_s"]
 
@@ -149,7 +149,7 @@ def test_simulate_writes_the_same_bytes_in_another_process(simulated, tmp_path):
     )
     assert result.returncode == 0
     assert "|" not in result.stderr
-    assert [line for line in result.stderr.splitlines() if not line.startswith("refused: ")] == []
+    assert [line for line in result.stderr.splitlines() if not line.startswith("rejected: ")] == []
     assert "throughput" in result.stdout
     assert str(tmp_path / "again" / "report.html") in result.stdout
     for name in FILES:
@@ -273,7 +273,7 @@ def test_an_option_that_is_missing_or_misspelt_ends_with_status_2_and_the_usage(
 
 
 @pytest.mark.parametrize("inside", [False, True])
-def test_an_output_folder_that_is_a_file_is_refused_before_the_work(tmp_path, capsys, inside):
+def test_an_output_folder_that_is_a_file_is_rejected_before_the_work(tmp_path, capsys, inside):
     workload(tmp_path)
     taken = tmp_path / "taken"
     taken.write_text("mine")
@@ -334,14 +334,14 @@ def test_a_workload_without_requests_says_so_and_ends_with_1(tmp_path, capsys):
     assert "no requests" in capsys.readouterr().err
 
 
-def test_of_many_refused_requests_a_few_are_shown_and_the_number_of_the_others(tmp_path, capsys):
+def test_of_many_rejected_requests_a_few_are_shown_and_the_number_of_the_others(tmp_path, capsys):
     lines = ['{"prompt": 5, "max_tokens": 3}'] * 25
     arguments = simulate_arguments(
         tmp_path, num_blocks=1, block_size=1, policy="fcfs", workload=workload(tmp_path, lines)
     )
     assert main(arguments) == 1
     error = capsys.readouterr().err
-    shown = error.count("refused: ")
+    shown = error.count("rejected: ")
     assert 0 < shown < len(lines)
     assert f"{len(lines) - shown} more" in error
     assert sum(bool(row["error"]) for row in read(tmp_path / "output").requests) == len(lines)
@@ -378,7 +378,7 @@ def test_a_pool_too_small_for_any_request_ends_with_status_1_and_the_reasons_in_
 def test_a_metric_of_no_request_is_null_and_its_count_is_zero(none_fits):
     for run in none_fits.runs.values():
         numbers = {name: value for name, value in run["metrics"].items() if value is not None}
-        assert numbers.pop("num_requests") == numbers.pop("num_refused") == 3
+        assert numbers.pop("num_requests") == numbers.pop("num_rejected") == 3
         assert set(numbers.values()) == {0}
         assert all(name.startswith("num_") or name.endswith("_n") for name in numbers)
         assert "output_throughput_tokens_per_s" in set(run["metrics"]) - set(numbers)
@@ -394,7 +394,7 @@ def test_a_csv_without_rows_still_has_its_header(none_fits, simulated):
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """Run the command line once on the tiny model, with every kind of request that a model refuses."""
+    """Run the command line once on the tiny model, with every kind of request that a model rejects."""
     folder = tmp_path_factory.mktemp("compared")
     path = workload(
         folder,
@@ -437,7 +437,7 @@ def test_the_compile_flag_reaches_the_executor(tmp_path, capsys, monkeypatch, co
     assert capsys.readouterr().err == f"error: compile is {compiles}\n"
 
 
-def test_what_a_model_cannot_serve_is_refused_with_the_value_and_the_others_are_served(compared):
+def test_what_a_model_cannot_serve_is_rejected_with_the_value_and_the_others_are_served(compared):
     said = {
         "outside": ["4096", "4095"],
         "too long": ["2000", "49", "2048"],
@@ -568,7 +568,7 @@ class Trap:
         return Path.touch, (self.mark,)
 
 
-def test_a_folder_with_pickled_weights_alone_is_refused_and_they_are_not_opened(tmp_path, capsys):
+def test_a_folder_with_pickled_weights_alone_is_rejected_and_they_are_not_opened(tmp_path, capsys):
     model, mark = tmp_path / "model", tmp_path / "mark"
     small_model().config.save_pretrained(model)
     save_tokenizer(model)
@@ -588,11 +588,11 @@ def test_a_hub_id_is_asked_for_safetensors_without_code_and_its_failure_is_named
 
     asked = []
 
-    def refuse(source, **arguments):
+    def reject(source, **arguments):
         asked.append((source, arguments))
         raise OSError("no such repository")
 
-    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", refuse)
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", reject)
     with pytest.raises(ValueError, match=r"'org/model' could not be loaded.*no such repository"):
         models.load("org/model")
     ((source, arguments),) = asked

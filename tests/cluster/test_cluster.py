@@ -14,7 +14,7 @@ from cbresearch.cluster import (
     simulate_cluster,
 )
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal
+from cbresearch.request import Rejected
 
 COST = Linear(step=0.01, token=0.0005, context=1e-6)
 SERVER = ReplicaConfig(COST, SchedulerConfig(4, 64), CacheConfig(60, 4))
@@ -40,13 +40,13 @@ def stream(seed, num_requests=60, gap=0.08, longest=40):
 @pytest.mark.parametrize("router", ROUTERS)
 @pytest.mark.parametrize("policy", ["fcfs", "static", "static:wait=0.3", "sjf", "vllm_v1"])
 def test_a_cluster_of_one_is_a_server_step_for_step(router, policy):
-    requests = [*stream(1), Refusal("bad line", "why", 0.2), Request("too long", 400, 1, arrival=0.5)]
+    requests = [*stream(1), Rejected("bad line", "why", 0.2), Request("too long", 400, 1, arrival=0.5)]
     config = replace(SERVER, policy=policy, cache=CacheConfig(20, 4))
     run = simulate_cluster(requests, [config], router)
     alone = simulate(requests, policy, cost=COST, scheduler=config.scheduler, cache=config.cache)
     assert list(run.replicas[0].steps) == list(alone.steps)
     assert run.requests == alone.requests
-    assert {record.id for record in run.requests if record.is_refused} == {"bad line", "too long"}
+    assert {record.id for record in run.requests if record.is_rejected} == {"bad line", "too long"}
 
 
 def test_round_robin_gives_each_replica_every_nth_request():
@@ -146,7 +146,7 @@ def test_a_disaggregated_cluster_under_memory_pressure_finishes_each_request_onc
         assert list(record.token_times) == sorted(record.token_times)
 
 
-def test_what_no_replica_can_finish_is_refused_before_its_prompt_is_computed():
+def test_what_no_replica_can_finish_is_rejected_before_its_prompt_is_computed():
     front, back = replace(SERVER, role="prefill"), replace(SERVER, role="decode", cache=CacheConfig(4, 4))
     run = simulate_cluster([Request("a", 20, 5), Request("b", 5, 5)], [front, back], round_robin)
     assert "needs KV for 24 tokens = 6 blocks of 4, but the pool has 4" in run.requests[0].error
@@ -164,12 +164,12 @@ def test_what_no_replica_can_finish_is_refused_before_its_prompt_is_computed():
     ],
     ids=["none", "twice", "prefill only", "decode only"],
 )
-def test_a_cluster_that_cannot_be_is_refused(requests, replicas, problem):
+def test_a_cluster_that_cannot_be_is_rejected(requests, replicas, problem):
     with pytest.raises(ValueError, match=problem):
         simulate_cluster(requests, replicas, round_robin)
 
 
-def test_settings_out_of_range_are_refused_by_name():
+def test_settings_out_of_range_are_rejected_by_name():
     with pytest.raises(ValueError, match="role is 'both of them'"):
         replace(SERVER, role="both of them")
     with pytest.raises(ValueError, match="unknown policy"):

@@ -36,10 +36,12 @@ OPTIONAL = {"max_model_len", "vocab_size"}
         if not (value is None and name in OPTIONAL)
     ],
 )
-def test_config_refuses_a_limit_that_is_no_positive_integer(config, name, value):
-    with pytest.raises(ValueError, match=f"{config.__name__}: {name} is .*integer of at least 1") as refusal:
+def test_config_rejects_a_limit_that_is_no_positive_integer(config, name, value):
+    with pytest.raises(
+        ValueError, match=f"{config.__name__}: {name} is .*integer of at least 1"
+    ) as rejection:
         config(**{**VALID[config], name: value})
-    assert repr(value) in str(refusal.value)
+    assert repr(value) in str(rejection.value)
 
 
 @pytest.mark.parametrize(("config", "fields"), VALID.items())
@@ -80,7 +82,7 @@ def test_model_shape_without_grouped_heads_splits_the_hidden_size(absent):
 
 
 @pytest.mark.parametrize("field", ["num_hidden_layers", "num_attention_heads"])
-def test_model_shape_refuses_a_config_that_lacks_a_field(field):
+def test_model_shape_rejects_a_config_that_lacks_a_field(field):
     config = {name: value for name, value in LLAMA.items() if name != field}
     with pytest.raises(ValueError, match=f"no '{field}'"):
         ModelShape.from_config(config, num_parameters=5, dtype_bytes=2)

@@ -149,7 +149,7 @@ def test_model_shape_reads_a_saved_config_like_the_object(model_type):
     assert read(json.loads(config.to_json_string())) == read(config)
 
 
-def test_model_shape_refuses_a_saved_config_with_unnamed_recurrent_layers():
+def test_model_shape_rejects_a_saved_config_with_unnamed_recurrent_layers():
     saved = json.loads(CONFIG_MAPPING["bamba"](**TINY["bamba"][0]).to_json_string())
     with pytest.raises(ValueError, match=r"'mamba_d_state', so layers without KV.*AutoConfig"):
         read(saved)
@@ -330,12 +330,12 @@ def test_model_shape_reads_the_text_decoder_of_a_multimodal_config():
         ({"num_hidden_layers": 2, "num_attention_heads": 2}, "no 'hidden_size'.*AutoConfig"),
     ],
 )
-def test_model_shape_refuses_a_config_with_another_kind_of_cache(fields, complaint):
+def test_model_shape_rejects_a_config_with_another_kind_of_cache(fields, complaint):
     with pytest.raises(ValueError, match=complaint):
         read(fields)
 
 
-def test_model_shape_refuses_a_config_object_whose_layers_differ():
+def test_model_shape_rejects_a_config_object_whose_layers_differ():
     with pytest.raises(ValueError, match="its layers differ"):
         read(CONFIG_MAPPING["gemma4_text"]())
 

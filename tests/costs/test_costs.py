@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from cbresearch.plan import Padding, Plan, Scheduled, Transfer
 
 from cbresearch import CacheConfig, Hardware, ModelShape, Request, SchedulerConfig, formulas, simulate
 from cbresearch.costs import CARDS, FEATURES, Calibrated, Linear, Replayed, Roofline
-from cbresearch.plan import Padding, Plan, Scheduled, Transfer
 
 SHAPE = ModelShape(
     num_layers=32, num_heads=32, num_kv_heads=8, head_dim=128, num_parameters=8 * 10**9, dtype_bytes=2
@@ -82,13 +82,13 @@ def test_roofline_charges_swaps_to_the_link_and_copies_to_the_memory():
         ({"shape": replace(SHAPE, latent_dim=576)}, "caches latents"),
     ],
 )
-def test_roofline_refuses_numbers_out_of_range(fields, problem):
+def test_roofline_rejects_numbers_out_of_range(fields, problem):
     with pytest.raises(ValueError, match=problem):
         Roofline(**{"shape": SHAPE, "hardware": CARD, **fields})
 
 
 @pytest.mark.parametrize("name", ["peak_flops", "bandwidth", "memory_bytes", "link_bandwidth"])
-def test_hardware_refuses_a_number_that_is_not_positive(name):
+def test_hardware_rejects_a_number_that_is_not_positive(name):
     with pytest.raises(ValueError, match=f"Hardware: {name} is 0"):
         Hardware(**{"name": "x", "peak_flops": 1.0, "bandwidth": 1.0, name: 0})
 
@@ -164,7 +164,7 @@ def test_calibrated_measures_its_error_on_held_out_steps():
     assert fitted != Calibrated.fit(trace, rng=np.random.default_rng(1))
 
 
-def test_calibrated_refuses_a_step_beyond_what_was_seen_unless_asked():
+def test_calibrated_rejects_a_step_beyond_what_was_seen_unless_asked():
     fitted = Calibrated.fit(recorded(5, Linear(0.01, 0.001, 1e-5)))
     with pytest.raises(ValueError, match=r"step 0 has 100 decode rows, and the runs .* had 6 at most"):
         fitted(decodes(100, 10))
@@ -181,7 +181,7 @@ def test_calibrated_refuses_a_step_beyond_what_was_seen_unless_asked():
     assert trace.duration == pytest.approx(recorded(5, Linear(0.01, 0.001, 1e-5)).duration, rel=0.01)
 
 
-def test_calibrated_refuses_too_few_steps_and_a_share_out_of_range():
+def test_calibrated_rejects_too_few_steps_and_a_share_out_of_range():
     short = simulate([Request("a", 1, 5)], cost=Linear(1.0))
     with pytest.raises(ValueError, match=f"5 steps are too few to fit {len(FEATURES)} coefficients"):
         Calibrated.fit(short)

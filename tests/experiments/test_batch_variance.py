@@ -42,7 +42,7 @@ def test_forced_logits_are_those_of_the_model(tiny, texts, shape):
 
 
 @pytest.mark.parametrize("num_outputs", [0, 5])
-def test_a_text_that_is_too_short_is_refused(tiny, texts, num_outputs):
+def test_a_text_that_is_too_short_is_rejected(tiny, texts, num_outputs):
     with pytest.raises(ValueError, match="sequence 0 has 4 tokens"):
         forced_logits(tiny, texts, num_outputs)
 
@@ -87,7 +87,7 @@ def test_a_forward_of_a_module_s_own_comes_back(tiny):
         del norm.forward
 
 
-def test_what_cannot_be_fixed_is_refused(tiny):
+def test_what_cannot_be_fixed_is_rejected(tiny):
     config = GPT2Config(vocab_size=64, n_positions=32, n_embd=16, n_layer=1, n_head=2)
     gpt2 = models.wrap("gpt2", GPT2LMHeadModel(config))
     with pytest.raises(ValueError, match="Conv1D of 'gpt2' multiplies"), batch_invariant(gpt2):

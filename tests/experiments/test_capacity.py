@@ -125,7 +125,7 @@ def test_attainment_that_rises_with_the_rate_is_told():
         ({"workload": lambda rate, rng: []}, "draws no request at 1 requests/s"),
     ],
 )
-def test_what_cannot_be_searched_is_refused_with_the_value(changes, said):
+def test_what_cannot_be_searched_is_rejected_with_the_value(changes, said):
     with pytest.raises(ValueError, match=said):
         capacity(**{"workload": evenly, "slo": Slo(latency=2.0), **changes})
 

@@ -66,7 +66,7 @@ def test_a_claim_of_a_clock_that_does_not_hold_is_shown_instead():
         ([CLOSE | {"within": -0.1}], "finite"),
     ],
 )
-def test_a_claim_that_means_nothing_is_refused(claims, message):
+def test_a_claim_that_means_nothing_is_rejected(claims, message):
     with pytest.raises(ValueError, match=message):
         made(*claims)
 

@@ -40,7 +40,7 @@ def test_a_policy_whose_steps_take_no_time_can_still_be_compared():
     assert [len(trace.served) for trace in comparison.traces.values()] == [60, 60]
 
 
-def test_a_length_with_too_many_zeros_is_refused_and_the_others_are_served():
+def test_a_length_with_too_many_zeros_is_rejected_and_the_others_are_served():
     comparison = compare([Request("a", 10**15, 1), Request("b", 3, 2)], ["fcfs"], cost=UNIT)
     records = comparison.traces["fcfs"].requests
     assert [record.error is None for record in records] == [False, True]
@@ -95,10 +95,10 @@ def test_any_pool_can_be_given_a_contiguous_one_too():
     ids=["old order", "old order, policies", "both", "without a name"],
 )
 def test_a_call_that_cannot_be_understood_says_what_to_write(arguments, options, said):
-    with pytest.raises(TypeError) as refused:
+    with pytest.raises(TypeError) as rejected:
         compare(*arguments, **options)
     for part in (said, 'compare("chat24", ["static", "fcfs"], model="tiny")', "cost=Linear(0.01)"):
-        assert part in str(refused.value)
+        assert part in str(rejected.value)
 
 
 def test_no_run_knows_a_price_and_tables_do():

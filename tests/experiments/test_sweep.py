@@ -163,11 +163,11 @@ def test_a_policy_that_cannot_be_sent_to_a_worker_fails_alone():
         ({"seeds": [0.5]}, ["a seed is 0.5"]),
     ],
 )
-def test_a_grid_that_cannot_be_is_refused_with_the_value(changes, said):
-    with pytest.raises(ValueError) as refused:
+def test_a_grid_that_cannot_be_is_rejected_with_the_value(changes, said):
+    with pytest.raises(ValueError) as rejected:
         sweep(**{"workloads": ten, "policies": "fcfs", **changes})
     for part in said:
-        assert part in str(refused.value)
+        assert part in str(rejected.value)
 
 
 # --- the table
@@ -336,7 +336,7 @@ def test_a_workload_file_counts_by_its_content_not_by_its_place(tmp_path):
     assert changed.runs[0].metrics["num_requests"] == 2
 
 
-def test_what_cannot_be_known_again_is_refused_before_any_run_with_the_remedy(tmp_path):
+def test_what_cannot_be_known_again_is_rejected_before_any_run_with_the_remedy(tmp_path):
     lock = threading.Lock()
     with pytest.raises(ValueError, match=r"the cost is .*lock.*without a folder"):
         sweep(ten, "fcfs", cost=functools.partial(lambda lock, plan: 1.0, lock), folder=tmp_path)

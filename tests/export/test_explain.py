@@ -7,7 +7,7 @@ import pytest
 
 from cbresearch import CacheConfig, Request, Scheduler, SchedulerConfig, policies, simulate
 from cbresearch.export import explain
-from cbresearch.request import Refusal, parallel_samples
+from cbresearch.request import Rejected, parallel_samples
 from cbresearch.serve import serve
 from cbresearch.simulator import UNIT_STEP, CostExecutor
 from cbresearch.step import SKIP_REASONS
@@ -172,12 +172,12 @@ def test_a_cached_prefix_and_a_recompute_are_told():
     assert "came back to seat 0 in step 4, at 4 s, with 8 tokens in the KV cache already" in text
 
 
-def test_a_refused_request_is_told_with_its_error():
+def test_a_rejected_request_is_told_with_its_error():
     trace = simulate(
-        [Request("big", 99, 2), Refusal("line", "line 3 is no JSON")], cache=CacheConfig(4, 1), policy="fcfs"
+        [Request("big", 99, 2), Rejected("line", "line 3 is no JSON")], cache=CacheConfig(4, 1), policy="fcfs"
     )
-    assert explain(trace, "big").splitlines()[-1] == f"  was refused: {trace.requests[0].error}"
-    assert explain(trace, "line").splitlines()[-1] == "  was refused: line 3 is no JSON"
+    assert explain(trace, "big").splitlines()[-1] == f"  was rejected: {trace.requests[0].error}"
+    assert explain(trace, "line").splitlines()[-1] == "  was rejected: line 3 is no JSON"
 
 
 @pytest.mark.parametrize("step", [0, 2, 5])

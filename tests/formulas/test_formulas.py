@@ -365,7 +365,7 @@ def test_numbers_from_numpy_give_plain_numbers():
         (lambda: formulas.time_mean_held_tokens([1, -2], [3, 4]), "prompts holds -2.0"),
     ],
 )
-def test_bad_input_is_refused_with_its_name_and_value(call, complaint):
+def test_bad_input_is_rejected_with_its_name_and_value(call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call()
 

@@ -176,6 +176,6 @@ def test_seven_requests_of_2048_tokens_leave_8_7_percent_of_15_700():
         (lambda: formulas.contiguous_memory_shares([1], [2], [3], 4, 9), "num_running is 4; at 3 tokens"),
     ],
 )
-def test_bad_input_is_refused_with_its_name_and_value(call, complaint):
+def test_bad_input_is_rejected_with_its_name_and_value(call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call()

@@ -98,6 +98,6 @@ def test_inversion_flips_with_the_root_of_the_number_of_tokens():
         (lambda: formulas.inverse_cdf_flip_probability([0.5, 0.5], -1.0), "drift is -1.0"),
     ],
 )
-def test_values_out_of_range_are_refused(call, complaint):
+def test_values_out_of_range_are_rejected(call, complaint):
     with pytest.raises(ValueError, match=complaint):
         call()

@@ -8,7 +8,7 @@ import numpy as np
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal, Request, parallel_samples
+from cbresearch.request import Rejected, Request, parallel_samples
 from cbresearch.simulator import simulate
 
 HOSTILE = "</script><img src=x onerror=alert(1)>\"&'{{7*7}}$x^{2$\u2028"
@@ -43,7 +43,7 @@ def swapping_case():
         start = 100 * (n % 3)
         request = Request(f"u{n}", tuple(range(start, start + 30 + 5 * n)), 20 + 7 * (n % 4), 0.02 * n)
         requests += parallel_samples(request, 2) if n in (1, 4) else [request]
-    requests.append(Refusal("huge", "needs 900 blocks, there are 20"))
+    requests.append(Rejected("huge", "needs 900 blocks, there are 20"))
     limits = SchedulerConfig(5, 64, preemption="swap")
     return requests, limits, CacheConfig(20, 8, prefix_caching=True, num_host_blocks=24)
 
@@ -53,7 +53,7 @@ def hostile():
     requests = [
         Request(HOSTILE + "\ud800\x1b[31m\u202e", 3, 5),
         Request("plain", 3, 2),
-        Refusal(f"refused {HOSTILE}", f"why {HOSTILE}"),
+        Rejected(f"rejected {HOSTILE}", f"why {HOSTILE}"),
     ]
     return simulate(requests, "fcfs", scheduler=SchedulerConfig(max_num_seqs=2))
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from cbresearch.blocks import NULL_BLOCK
 from test_two_tiers import Meddler, distinct, least_pool, random_case, serve_watched
 from test_window_blocks import is_out_of_sight
 
-from cbresearch.blocks import NULL_BLOCK
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.metrics import memory, memory_shares
 from cbresearch.request import Request, parallel_samples
@@ -154,14 +154,14 @@ def test_a_reservation_for_the_longest_answer_is_internal_where_the_answer_ends_
     assert one_request(cache, max_tokens=9)[0] == (5, 8, 24 - 13, 32 - 24, 0, 0)
 
 
-def test_free_blocks_are_external_exactly_while_memory_refuses_someone():
+def test_free_blocks_are_external_exactly_while_memory_rejects_someone():
     requests = [Request("a", 5, 4), Request("b", 5, 4)]
     trace = simulate(requests, cache=CacheConfig(3, 4))
     assert [(use.external, use.free) for use in memory(trace)] == [(4, 0)] * 4 + [(0, 4)] * 4
     assert_adds_up(trace)
 
 
-def test_free_runs_that_lie_apart_are_external_while_a_longer_one_is_refused():
+def test_free_runs_that_lie_apart_are_external_while_a_longer_one_is_rejected():
     # Four runs of one block. The first and the third come free first: that is no run of two for "e".
     requests = [Request(name, 2, max_tokens) for name, max_tokens in zip("abcd", (1, 3, 1, 3), strict=True)]
     requests.append(Request("e", 7, 2, 0.5))

@@ -34,7 +34,7 @@ def classic(policy: str) -> Trace:
 
 
 def random_run(seed: int, policy: str, cost=COST) -> Trace:
-    """Return a run of random requests, some of which are refused, in a pool that barely holds one."""
+    """Return a run of random requests, some of which are rejected, in a pool that barely holds one."""
     generator = random.Random(seed)
     block_size = generator.choice((1, 3, 16))
     requests = [
@@ -105,13 +105,13 @@ def test_extreme_percentiles_are_the_extremes():
 
 @pytest.mark.parametrize("q", [-0.1, 100.1, 990, float("nan")])
 @pytest.mark.parametrize("sample", [[], [1, 2]])
-def test_percentile_outside_0_to_100_is_refused(q, sample):
+def test_percentile_outside_0_to_100_is_rejected(q, sample):
     with pytest.raises(ValueError, match=f"q is {q}"):
         metrics.percentile(sample, q)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), None])
-def test_value_that_was_not_measured_is_refused_rather_than_averaged(value):
+def test_value_that_was_not_measured_is_rejected_rather_than_averaged(value):
     with pytest.raises((ValueError, TypeError)):
         metrics.summarize([1.0, value])
 
@@ -135,7 +135,7 @@ def test_itl_pools_the_gaps_that_tpot_averages_away():
     assert (metrics.tpot(trace).n, metrics.tpot(trace).max) == (2, 4)
 
 
-def test_refused_and_unfinished_requests_are_counted_and_not_measured():
+def test_rejected_and_unfinished_requests_are_counted_and_not_measured():
     trace = trace_of(
         record("a", arrival=1.0, times=[3.0, 5.0]),
         RequestRecord("b", 0.0, error="request 'b' is too long"),
@@ -143,9 +143,9 @@ def test_refused_and_unfinished_requests_are_counted_and_not_measured():
         record("d", arrival=2.0, times=[4.0], finish_reason=None),
     )
     got = metrics.summary(trace)
-    assert (got["num_requests"], got["num_refused"], got["num_finished"]) == (4, 1, 1)
+    assert (got["num_requests"], got["num_rejected"], got["num_finished"]) == (4, 1, 1)
     assert (got["ttft_n"], got["ttft_max_s"], got["latency_n"]) == (2, 2.0, 1)
-    # The refused request came first, but the run starts with the first that was served.
+    # The rejected request came first, but the run starts with the first that was served.
     assert got["makespan_s"] == 4.0
     assert got["output_throughput_tokens_per_s"] == 3 / 4
     assert got["total_throughput_tokens_per_s"] == (3 + 2) / 4
@@ -196,7 +196,7 @@ def test_token_counts_reconcile(policy, seed):
     assert policy == "static" or counts.padding == 0
 
 
-def test_random_runs_do_preempt_pad_and_refuse():
+def test_random_runs_do_preempt_pad_and_reject():
     runs = [random_run(seed, policy) for seed in range(25) for policy in POLICIES]
     assert sum(metrics.token_counts(trace).recomputed > 0 for trace in runs) > 10
     assert sum(metrics.token_counts(trace).padding > 0 for trace in runs) > 10
@@ -318,7 +318,7 @@ def test_run_that_served_nobody_defines_counts_only(trace):
     for name, value in metrics.summary(trace, bytes_per_token=100).items():
         counted = name.startswith("num_") or name.endswith("_n")
         assert (value is None) != counted, name
-    assert metrics.summary(trace)["num_refused"] == len(trace.requests)
+    assert metrics.summary(trace)["num_rejected"] == len(trace.requests)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -367,7 +367,7 @@ def test_kpi_table_counts_failed_and_aborted_requests_where_there_are_any():
     assert table["requests failed"] == ("0", "1") and "requests aborted" not in table
     rows = metrics.kpi_table({"all": trace_of(done, failed, aborted, aborted)})
     table = {row.name: row.values for row in rows}
-    assert [table[f"requests {kind}"] for kind in ("served", "refused", "failed", "aborted")] == [
+    assert [table[f"requests {kind}"] for kind in ("served", "rejected", "failed", "aborted")] == [
         ("1",),
         ("0",),
         ("1",),

@@ -54,7 +54,7 @@ def test_a_request_keeps_an_slo_if_it_is_within_every_demand_and_complete():
         record("late last", 10.0, (11.0, 11.5, 12.0, 12.5, 13.0, 13.5)),
         replace(kept, finish_reason="abort"),
         replace(kept, finish_reason="error", error="why"),
-        RequestRecord("refused", 10.0, error="why"),
+        RequestRecord("rejected", 10.0, error="why"),
         record("one token", 10.0, (10.9,)),
     ]
     assert [slo.is_met(each) for each in records] == [True, *[False] * 6, True]
@@ -65,7 +65,7 @@ def test_a_request_keeps_an_slo_if_it_is_within_every_demand_and_complete():
 
 
 @pytest.mark.parametrize("demands", [{}, {"ttft": 0.0}, {"tpot": -1.0}, {"latency": math.inf}])
-def test_an_slo_that_demands_nothing_or_the_impossible_is_refused(demands):
+def test_an_slo_that_demands_nothing_or_the_impossible_is_rejected(demands):
     with pytest.raises(ValueError, match="SLO"):
         Slo(**demands)
 
@@ -85,7 +85,7 @@ def test_jains_index_is_1_for_equals_and_1_over_n_for_one_who_has_everything(sha
     assert metrics.jain_index(shares) == (None if index is None else pytest.approx(index))
 
 
-def test_jains_index_of_a_negative_share_is_refused():
+def test_jains_index_of_a_negative_share_is_rejected():
     with pytest.raises(ValueError, match=r"a share is -1\.0"):
         metrics.jain_index([1, -1])
 

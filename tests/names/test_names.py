@@ -1,4 +1,4 @@
-"""Names with options: what is read, what is suggested, and what is refused with the remedy."""
+"""Names with options: what is read, what is suggested, and what is rejected with the remedy."""
 
 import re
 from collections.abc import Callable
@@ -42,7 +42,7 @@ def test_parse_splits_a_name_from_its_options(text, name, options):
     assert names.parse(text) == (name, options)
 
 
-def test_parse_refuses_an_option_that_is_given_twice():
+def test_parse_rejects_an_option_that_is_given_twice():
     with pytest.raises(ValueError, match="'chat:n=3,n=4': option n is given twice; give it once"):
         names.parse("chat:n=3,n=4")
 
@@ -91,7 +91,7 @@ def test_build_takes_any_value_where_the_signature_does_not_say():
         ("strict:share=half", "option share is 'half'; it must be a number"),
     ],
 )
-def test_build_refuses_what_the_factory_does_not_take_with_the_remedy(text, said):
+def test_build_rejects_what_the_factory_does_not_take_with_the_remedy(text, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         names.build("thing", text, FACTORIES)
 
@@ -122,6 +122,6 @@ def test_load_returns_the_class_that_a_file_defines(file):
         ("mine.py:NUMBER", "'mine.py' defines no Animal 'NUMBER'"),
     ],
 )
-def test_load_refuses_a_file_or_a_class_that_is_not_there(file, name, said):
+def test_load_rejects_a_file_or_a_class_that_is_not_there(file, name, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         names.load("animal", name, Animal)

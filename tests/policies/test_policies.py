@@ -305,18 +305,18 @@ def test_available_policies_have_a_one_line_rule_and_can_be_built():
     [("fcsf", "fcfs", "static"), ("Static", "static", "fcfs"), ("prefil_first", "prefill_first", "sjf")],
 )
 def test_get_answers_an_unknown_policy_with_its_near_misses(asked, near, far):
-    with pytest.raises(ValueError, match=f"unknown policy {asked!r}") as refusal:
+    with pytest.raises(ValueError, match=f"unknown policy {asked!r}") as rejection:
         policies.get(asked)
-    assert repr(near) in str(refusal.value)
-    assert repr(far) not in str(refusal.value)
+    assert repr(near) in str(rejection.value)
+    assert repr(far) not in str(rejection.value)
 
 
 @pytest.mark.parametrize("asked", ["", "zzzzzzzz", ":release", "SJF"])
 def test_get_answers_a_name_without_near_misses_with_all_policies(asked):
-    with pytest.raises(ValueError, match="unknown policy") as refusal:
+    with pytest.raises(ValueError, match="unknown policy") as rejection:
         policies.get(asked)
     for name in policies.available():
-        assert repr(name) in str(refusal.value)
+        assert repr(name) in str(rejection.value)
 
 
 def test_get_answers_an_unknown_option_with_its_near_miss():
@@ -352,9 +352,9 @@ def test_get_reads_options_as_python_values_or_plain_words(registry, options, we
 
 
 def test_static_release_turns_padding_off():
-    assert policies.get("static").keeps_seats
-    assert policies.get("static:release=False").keeps_seats
-    assert not policies.get("static:release").keeps_seats
+    assert policies.get("static").pads_finished_rows
+    assert policies.get("static:release=False").pads_finished_rows
+    assert not policies.get("static:release").pads_finished_rows
 
 
 def test_register_lets_a_cell_that_is_run_again_replace_its_policy(registry):
@@ -371,7 +371,7 @@ def test_register_lets_a_cell_that_is_run_again_replace_its_policy(registry):
     assert type(policies.get("mine")) is again
 
 
-def test_register_refuses_a_name_of_another_policy(registry):
+def test_register_rejects_a_name_of_another_policy(registry):
     class Impostor(Policy):
         name = "static"
 
@@ -381,7 +381,7 @@ def test_register_refuses_a_name_of_another_policy(registry):
 
 
 @pytest.mark.parametrize("body", [{}, {"name": ""}], ids=["inherited", "empty"])
-def test_register_refuses_a_policy_without_a_name_of_its_own(registry, body):
+def test_register_rejects_a_policy_without_a_name_of_its_own(registry, body):
     before = dict(policies.available())
     with pytest.raises(ValueError, match="Nameless has no `name` of its own"):
         policies.register(type("Nameless", (Static,), body))
@@ -445,10 +445,10 @@ def test_get_builds_a_policy_of_a_file_with_options(own_policy):
         ("mine.py:LongestFirst:factor=two", "option factor is 'two'; it must be a number"),
     ],
 )
-def test_get_refuses_a_policy_that_its_file_does_not_define(own_policy, name, said):
-    with pytest.raises(ValueError) as refusal:
+def test_get_rejects_a_policy_that_its_file_does_not_define(own_policy, name, said):
+    with pytest.raises(ValueError) as rejection:
         policies.get(name)
-    assert said in str(refusal.value)
+    assert said in str(rejection.value)
 
 
 @pytest.mark.parametrize(("alias", "name"), [("max_utilization", "fcfs"), ("splitfuse", "sarathi")])
@@ -525,7 +525,7 @@ def test_view_shows_when_no_request_can_join_any_more():
                 yield state, state.num_pending_tokens
                 seen.append((state.id, before, view.admitting))
 
-    # Memory refuses c; in the second step a and b hold all seats, and in the third b's block goes to a.
+    # Memory rejects c; in the second step a and b hold all seats, and in the third b's block goes to a.
     requests = [request("a", 2, 3), request("b", 2, 3), request("c", 9, 1)]
     run(requests, Watching(), seats=2, num_blocks=9)
     assert seen[:3] == [("a", True, True), ("b", True, False), ("c", False, False)]
@@ -592,11 +592,11 @@ class Wanting(Policy):
 
 @pytest.mark.parametrize("policy", [Silent(), Lazy(), Wanting(0), Wanting(-5)])
 def test_policy_that_leaves_a_step_without_work_is_named_with_the_numbers(policy):
-    with pytest.raises(RuntimeError) as refusal:
+    with pytest.raises(RuntimeError) as rejection:
         run([request("a", 7, 2), request("b", 3, 2)], policy, seats=3, budget=50, num_blocks=11)
     for fact in (policy.name, "step 0", "0 running", "2 waiting", "3 of 3 seats", "11 of 11 blocks", "50"):
-        assert fact in str(refusal.value)
-    assert "'a'" in str(refusal.value)
+        assert fact in str(rejection.value)
+    assert "'a'" in str(rejection.value)
 
 
 def test_policy_that_falls_silent_midway_is_named_with_the_numbers():
@@ -648,7 +648,7 @@ def test_proposal_of_a_finished_request_is_passed_over():
 
     for keeps in (False, True):
         policy = Remembering()
-        policy.keeps_seats = keeps
+        policy.pads_finished_rows = keeps
         requests = random_requests(7)
         trace = run(requests, policy, seats=3)
         assert all(record.finish_reason for record in trace.requests)
@@ -716,10 +716,10 @@ def test_victim_candidates_are_the_running_requests_in_order_of_admission():
     ("text", "keeps"), [("false", True), ("False", True), ("true", False), ("TRUE", False)]
 )
 def test_get_reads_true_and_false_in_any_case(text, keeps):
-    assert policies.get(f"static:release={text}").keeps_seats == keeps
+    assert policies.get(f"static:release={text}").pads_finished_rows == keeps
 
 
-def test_get_refuses_an_option_of_another_type_or_a_missing_one_by_name():
+def test_get_rejects_an_option_of_another_type_or_a_missing_one_by_name():
     with pytest.raises(ValueError, match="option release is 'maybe'; it must be True or False"):
         policies.get("static:release=maybe")
 

@@ -11,7 +11,7 @@ SELDOM_PREEMPT = {"new_token_ratio", "orca:reserve=pow2", "past_future"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_serves_or_refuses_each_request_of_random_workloads(policy):
+def test_every_policy_serves_or_rejects_each_request_of_random_workloads(policy):
     num_preemptions = num_swaps = 0
     for cell in cells(policy):
         for seed in range(NUM_WORKLOADS):

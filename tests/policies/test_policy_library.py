@@ -9,10 +9,10 @@ from functools import cache
 from types import SimpleNamespace
 
 import pytest
+from cbresearch.plan import StepResult
 
 from cbresearch import CacheConfig, Request, Scheduler, SchedulerConfig, policies, simulate
 from cbresearch.costs import Linear
-from cbresearch.plan import StepResult
 from cbresearch.policies.memory import PastFuture
 from cbresearch.policies.servers import Orca
 from cbresearch.policies.size import fits_until_each_end

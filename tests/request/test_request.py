@@ -6,17 +6,17 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from cbresearch.request import Refusal, Request, RequestState, SamplingParams, expand, parallel_samples
+from cbresearch.request import Rejected, Request, RequestState, SamplingParams, expand, parallel_samples
 
 NOT_A_COUNT = [0, -1, True, False, 1.0, 2.5, math.nan, math.inf, "3"]
 NOT_SECONDS = [-1, -1e-9, math.nan, math.inf, -math.inf, True, False, "0", 10**400, -(10**400)]
 
 
 @pytest.mark.parametrize("identity", ["", None, 7, b"a", True])
-def test_request_refuses_an_id_that_is_no_text(identity):
-    with pytest.raises(ValueError, match=r"id is .*must be a text that is not empty") as refusal:
+def test_request_rejects_an_id_that_is_no_text(identity):
+    with pytest.raises(ValueError, match=r"id is .*must be a text that is not empty") as rejection:
         Request(identity, 1, 1)
-    assert repr(identity) in str(refusal.value)
+    assert repr(identity) in str(rejection.value)
 
 
 @pytest.mark.parametrize(
@@ -24,25 +24,27 @@ def test_request_refuses_an_id_that_is_no_text(identity):
     ["", 0, -1, -(10**30), [], (), True, False, None, 1.0, math.nan, [1.0], ["1"], [None], [[1]], Exception],
     ids=repr,
 )
-def test_request_refuses_a_prompt_without_a_token(prompt):
-    with pytest.raises(ValueError, match=r"request 'a': the prompt is .*; give ") as refusal:
+def test_request_rejects_a_prompt_without_a_token(prompt):
+    with pytest.raises(ValueError, match=r"request 'a': the prompt is .*; give ") as rejection:
         Request("a", prompt, 1)
-    assert repr(prompt) in str(refusal.value) or "empty" in str(refusal.value)
+    assert repr(prompt) in str(rejection.value) or "empty" in str(rejection.value)
 
 
 @pytest.mark.parametrize("value", [*NOT_A_COUNT, None], ids=repr)
-def test_request_refuses_max_tokens_that_is_no_count(value):
-    with pytest.raises(ValueError, match=r"request 'a': max_tokens is .*an integer of at least 1") as refusal:
+def test_request_rejects_max_tokens_that_is_no_count(value):
+    with pytest.raises(
+        ValueError, match=r"request 'a': max_tokens is .*an integer of at least 1"
+    ) as rejection:
         Request("a", 1, value)
-    assert repr(value) in str(refusal.value)
+    assert repr(value) in str(rejection.value)
 
 
 @pytest.mark.parametrize("name", ["arrival", "deadline"])
 @pytest.mark.parametrize("value", NOT_SECONDS, ids=lambda value: repr(value)[:12])
-def test_request_refuses_a_time_that_is_no_finite_number_of_seconds(name, value):
-    with pytest.raises(ValueError, match=f"request 'a': {name} is .*finite number of seconds") as refusal:
+def test_request_rejects_a_time_that_is_no_finite_number_of_seconds(name, value):
+    with pytest.raises(ValueError, match=f"request 'a': {name} is .*finite number of seconds") as rejection:
         Request("a", 1, 1, **{name: value})
-    assert repr(value) in str(refusal.value)
+    assert repr(value) in str(rejection.value)
 
 
 def test_request_needs_an_arrival_and_no_deadline():
@@ -53,10 +55,10 @@ def test_request_needs_an_arrival_and_no_deadline():
 
 @pytest.mark.parametrize("name", ["predicted_output", "output_length"])
 @pytest.mark.parametrize("value", NOT_A_COUNT, ids=repr)
-def test_request_refuses_a_length_that_is_no_count(name, value):
-    with pytest.raises(ValueError, match=f"request 'a': {name} is .*at least 1") as refusal:
+def test_request_rejects_a_length_that_is_no_count(name, value):
+    with pytest.raises(ValueError, match=f"request 'a': {name} is .*at least 1") as rejection:
         Request("a", 1, 1, **{name: value})
-    assert repr(value) in str(refusal.value)
+    assert repr(value) in str(rejection.value)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_a_request_does_not_change_with_the_list_that_it_was_made_from():
         (Request("a", 1, 1), "max_tokens"),
         (Request("a", 1, 1), "arrival"),
         (SamplingParams(), "ignore_eos"),
-        (Refusal("a", "why"), "error"),
+        (Rejected("a", "why"), "error"),
     ],
 )
 def test_request_and_sampling_params_are_frozen(thing, name):
@@ -164,40 +166,40 @@ OPTIONAL = {"top_k", "seed", "num_logprobs"}
 
 
 @pytest.mark.parametrize("name", NUMBERS)
-def test_sampling_params_refuse_a_number_out_of_range(name):
+def test_sampling_params_reject_a_number_out_of_range(name):
     least, most = NUMBERS[name]
     for value in [least - 1e-9, most + 1e-9, *NO_NUMBERS]:
-        with pytest.raises(ValueError, match=f"{name} is .*a number from {least} to {most}") as refusal:
+        with pytest.raises(ValueError, match=f"{name} is .*a number from {least} to {most}") as rejection:
             SamplingParams(**{name: value})
-        assert repr(value) in str(refusal.value)
+        assert repr(value) in str(rejection.value)
 
 
 @pytest.mark.parametrize("name", COUNTS)
-def test_sampling_params_refuse_a_count_out_of_range(name):
+def test_sampling_params_reject_a_count_out_of_range(name):
     least = COUNTS[name]
     values = [least - 1, -(10**30), 1.0, 2.5, math.nan, math.inf, "3", True, False, [1], np.bool_(True)]
     for value in values if name in OPTIONAL else [*values, None]:
-        with pytest.raises(ValueError, match=f"{name} is .*an integer .*{least}") as refusal:
+        with pytest.raises(ValueError, match=f"{name} is .*an integer .*{least}") as rejection:
             SamplingParams(**{name: value})
-        assert repr(value) in str(refusal.value)
+        assert repr(value) in str(rejection.value)
 
 
-def test_sampling_params_refuse_more_than_ten_thousand_answers():
+def test_sampling_params_reject_more_than_ten_thousand_answers():
     assert SamplingParams(n=10_000).n == 10_000
     with pytest.raises(ValueError, match="n is 10001; it must be an integer from 1 to 10000"):
         SamplingParams(n=10_001)
 
 
 @pytest.mark.parametrize("value", [1e-12, 5e-324, 9.99e-4])
-def test_sampling_params_refuse_a_temperature_that_overflows_the_logits(value):
-    with pytest.raises(ValueError, match=r"temperature is .*at least 0\.001, or 0") as refusal:
+def test_sampling_params_reject_a_temperature_that_overflows_the_logits(value):
+    with pytest.raises(ValueError, match=r"temperature is .*at least 0\.001, or 0") as rejection:
         SamplingParams(temperature=value)
-    assert repr(value) in str(refusal.value)
+    assert repr(value) in str(rejection.value)
 
 
 @pytest.mark.parametrize("name", ["top_p", "repetition_penalty"])
 @pytest.mark.parametrize("value", [0, 0.0, -0.0])
-def test_sampling_params_refuse_a_zero_that_leaves_no_token(name, value):
+def test_sampling_params_reject_a_zero_that_leaves_no_token(name, value):
     with pytest.raises(ValueError, match=f"{name} is 0; it must be above 0"):
         SamplingParams(**{name: value})
 
@@ -222,7 +224,7 @@ def test_sampling_params_refuse_a_zero_that_leaves_no_token(name, value):
         ({"ignore_eos": None}, "ignore_eos is None"),
     ],
 )
-def test_sampling_params_refuse_stops_that_cannot_end_an_output(given, said):
+def test_sampling_params_reject_stops_that_cannot_end_an_output(given, said):
     with pytest.raises(ValueError, match=said):
         SamplingParams(**given)
 
@@ -256,7 +258,7 @@ def test_sampling_params_of_any_number_type_become_plain_and_hashable():
     assert SamplingParams(stop=iter(["a", "b"])).stop == ("a", "b")
 
 
-def test_request_refuses_min_tokens_over_max_tokens():
+def test_request_rejects_min_tokens_over_max_tokens():
     assert Request("a", 1, 3, sampling=SamplingParams(min_tokens=3)).max_tokens == 3
     with pytest.raises(ValueError, match="request 'a': min_tokens is 4, over max_tokens of 3"):
         Request("a", 1, 3, sampling=SamplingParams(min_tokens=4))
@@ -275,8 +277,8 @@ def test_parallel_samples_have_ids_seeds_and_a_group_and_ask_for_one_answer_each
 
 def test_expand_keeps_the_order_and_requests_for_one_answer():
     one, two = Request("one", 5, 3), Request("two", 5, 3, sampling=SamplingParams(n=2))
-    refusal = Refusal("bad", "why")
-    expanded = expand([one, refusal, two, one])
+    rejection = Rejected("bad", "why")
+    expanded = expand([one, rejection, two, one])
     assert [every.id for every in expanded] == ["one", "bad", "two/0", "two/1", "one"]
     assert expanded[0] is one
-    assert expanded[1] is refusal
+    assert expanded[1] is rejection

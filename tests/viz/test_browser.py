@@ -351,14 +351,14 @@ def test_the_story_says_what_happens_and_why(show_swapped, swapped_traces):
     assert "takes seat 0" in first
 
 
-def test_a_request_that_one_run_refuses_does_not_wait_there(chromium, tmp_path_factory):
+def test_a_request_that_one_run_rejects_does_not_wait_there(chromium, tmp_path_factory):
     requests = [Request("long", 40, 9), *(Request(f"r{n}", 4, 5) for n in range(3))]
     limits = SchedulerConfig(max_num_seqs=1)
     traces = {
         name: simulate(requests, "fcfs", scheduler=limits, cache=CacheConfig(num_blocks))
         for name, num_blocks in (("roomy", 4), ("small", 2))
     }
-    assert [record.is_refused for record in traces["small"].requests] == [True, False, False, False]
+    assert [record.is_rejected for record in traces["small"].requests] == [True, False, False, False]
     demo = page_of(chromium, tmp_path_factory, traces)()
     demo.go(0)
     queues = [demo.card(run).locator(".cbr-queue .cbr-chip").all_inner_texts() for run in (0, 1)]

@@ -64,7 +64,7 @@ def test_tradeoff_joins_the_points_of_a_policy_in_the_order_of_the_load(loads):
     assert fig.get_suptitle().startswith("Time to first token (p99) at 200 requests/s: fcfs ")
 
 
-def test_tradeoff_of_nothing_is_refused():
+def test_tradeoff_of_nothing_is_rejected():
     with pytest.raises(ValueError, match="no run to draw"):
         viz.tradeoff({"fcfs": {}})
 

@@ -15,7 +15,7 @@ from hygiene import printed_by_two_processes
 from cbresearch import metrics, viz
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.simulator import simulate
 from cbresearch.viz.memory import BlockMap
 from cbresearch.viz.player import TRANSFERS, Bounds, packed, player_data
@@ -226,11 +226,11 @@ def test_any_text_stays_text():
 
 
 def test_names_have_no_lines():
-    trace = simulate([Request("槽位 👩\u200d🚀\n\tb", 3, 5), Refusal("c\n", "why\nnot")], "fcfs")
+    trace = simulate([Request("槽位 👩\u200d🚀\n\tb", 3, 5), Rejected("c\n", "why\nnot")], "fcfs")
     data = player_data({"one\ntwo": trace})
     assert data["ids"] == ["槽位 👩\u200d🚀⟨U+000A⟩⟨U+0009⟩b"]
     assert data["runs"][0]["label"] == "one⟨U+000A⟩two"
-    assert data["runs"][0]["refused"] == [["c⟨U+000A⟩", "why⟨U+000A⟩not"]]
+    assert data["runs"][0]["rejected"] == [["c⟨U+000A⟩", "why⟨U+000A⟩not"]]
 
 
 def test_wrong_arguments_are_named():
@@ -246,7 +246,7 @@ def test_wrong_arguments_are_named():
 
 
 def test_a_run_without_a_step_is_named():
-    empty = simulate([Refusal("too long", "needs 9 blocks")], "fcfs")
+    empty = simulate([Rejected("too long", "needs 9 blocks")], "fcfs")
     text = Page(viz.player_html({"a": empty})).text
     assert text["a: no step was run, so there is nothing to play."] == 1
 

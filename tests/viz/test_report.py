@@ -14,7 +14,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
 from cbresearch.metrics import Slo
 from cbresearch.metrics.reporting import Reporting
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import CostExecutor, simulate
@@ -38,7 +38,7 @@ def hostile():
     requests = [
         Request(HOSTILE, 3, 5),
         Request("plain", 3, 2),
-        Refusal(f"refused {HOSTILE}", f"why {HOSTILE}"),
+        Rejected(f"rejected {HOSTILE}", f"why {HOSTILE}"),
     ]
     return simulate(requests, "fcfs", scheduler=SchedulerConfig(max_num_seqs=2))
 
@@ -107,7 +107,7 @@ def test_report_is_readable_by_machine_phone_and_in_the_dark(hostile_report):
     assert page.all("html") == [{"lang": "en"}]
     assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
     assert "prefers-color-scheme: dark" in hostile_report
-    # Key figures, predictions, refusals and the environment.
+    # Key figures, predictions, rejections and the environment.
     assert len(page.all("caption")) == len(page.all("table")) == 4
     assert all(cell["scope"] in ("row", "col") for cell in page.all("th"))
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
@@ -121,7 +121,18 @@ def test_text_from_users_stays_text_in_the_report(hostile_report):
     assert len(page.scripts) == 2
     assert not any("onerror" in attributes for _, attributes in page.elements)
     shown = "\n".join(page.text)
-    for what in ("title", "note", "label", "quantity", "prompt", "answer", "name", "value", "refused", "why"):
+    for what in (
+        "title",
+        "note",
+        "label",
+        "quantity",
+        "prompt",
+        "answer",
+        "name",
+        "value",
+        "rejected",
+        "why",
+    ):
         assert f"{what} {HOSTILE_AS_SHOWN}" in shown, what
 
 
@@ -189,7 +200,7 @@ def test_summary_counts_the_wait_of_a_request_without_a_token():
 
 
 def test_runs_without_a_token_have_dashes(tmp_path):
-    empty = simulate([Refusal("too long", "needs 9 blocks, there are 4")], "fcfs")
+    empty = simulate([Rejected("too long", "needs 9 blocks, there are 4")], "fcfs")
     answers = [answer for _, answer in summary_of({"a": empty}, Reporting(price_per_hour=1.0))]
     assert answers == ["No request got a token.", "No request was served.", "No request got a token."]
     html = written(tmp_path, {"a": empty})
@@ -201,12 +212,12 @@ def test_runs_without_a_token_have_dashes(tmp_path):
     assert summary_of({"a": instant}, Reporting())[0][1] == "The runs took no time."
 
 
-def test_a_failed_request_is_not_called_refused(tmp_path):
+def test_a_failed_request_is_not_called_rejected(tmp_path):
     requests = [Request(f"q{n}", 10, 40) for n in range(3)]
     executor = CostExecutor(Linear(step=0.1), outputs={"q1": ()}, errors={"q1": "took 1-2 s too long"})
     scheduler = Scheduler(policies.get("fcfs"), SchedulerConfig(4, 64), CacheConfig(64, 4))
     page = written(tmp_path, {"a": serve(requests, scheduler, executor)})
-    assert "1 failed while they were served" in page and "Refused requests" not in page
+    assert "1 failed while they were served" in page and "Rejected requests" not in page
 
 
 def test_three_runs_have_a_figure_of_throughput_and_wait(traces, runs, tmp_path):

@@ -10,7 +10,7 @@ from helpers.drawing import rng
 
 from cbresearch import formulas, workloads
 from cbresearch.config import CacheConfig
-from cbresearch.request import Refusal, Request, SamplingParams
+from cbresearch.request import Rejected, Request, SamplingParams
 from cbresearch.simulator import simulate
 from cbresearch.workloads.readers import EXAMPLES
 
@@ -46,8 +46,8 @@ def test_mooncake_line_sets_every_field_of_a_request(tmp_path):
 
 def test_load_knows_a_mooncake_trace_by_its_hash_ids(tmp_path):
     path = write(tmp_path, "oops", LINE)
-    refused, request = workloads.load(path, rng())
-    assert "input_length" in refused.error
+    rejected, request = workloads.load(path, rng())
+    assert "input_length" in rejected.error
     assert request == workloads.read_trace(path).requests[1]
 
 
@@ -156,19 +156,19 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_mooncake_trace_refuses_a_bad_line_by_number_and_value_and_keeps_the_others(tmp_path, name):
+def test_mooncake_trace_rejects_a_bad_line_by_number_and_value_and_keeps_the_others(tmp_path, name):
     spoilt, said = BAD_LINES[name]
-    before, refused, after = read(tmp_path, LINE, LINE | spoilt, LINE)
+    before, rejected, after = read(tmp_path, LINE, LINE | spoilt, LINE)
     assert (before.id, after.id) == ("0", "2")
-    assert isinstance(refused, Refusal)
-    assert refused.error.startswith("line 2: ")
-    assert said in refused.error
+    assert isinstance(rejected, Rejected)
+    assert rejected.error.startswith("line 2: ")
+    assert said in rejected.error
 
 
 @pytest.mark.parametrize(("spoilt", "arrival"), [({"hash_ids": []}, 27.5), ({"timestamp": -1}, 0.0)])
-def test_mooncake_refusal_keeps_the_arrival_of_its_line(tmp_path, spoilt, arrival):
-    (refused,) = read(tmp_path, LINE | spoilt)
-    assert refused.arrival == arrival
+def test_mooncake_rejection_keeps_the_arrival_of_its_line(tmp_path, spoilt, arrival):
+    (rejected,) = read(tmp_path, LINE | spoilt)
+    assert rejected.arrival == arrival
 
 
 @pytest.mark.parametrize("tokens_per_id", [0, 513, 1.0, True, None])
@@ -199,8 +199,8 @@ def test_spread_arrivals_never_passes_the_next_arrival():
     assert max(times[:3]) < 0.5 <= min(times[3:])
 
 
-def test_spread_arrivals_keeps_refusals_and_all_else():
-    given = [Request("a", (1, 2), 5, 3.0, client="c"), Refusal("b", "no", 3.0)]
+def test_spread_arrivals_keeps_rejections_and_all_else():
+    given = [Request("a", (1, 2), 5, 3.0, client="c"), Rejected("b", "no", 3.0)]
     spread = workloads.spread_arrivals(given, rng(), 3.0)
     assert [request.id for request in spread] == ["a", "b"]
     assert (spread[0].prompt, spread[0].client, spread[1].error) == ((1, 2), "c", "no")

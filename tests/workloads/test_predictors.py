@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.drawing import rng
 
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.workloads import predict
 
 
@@ -112,10 +112,10 @@ def test_history_predictor_ignores_answers_under_way_later_ones_and_other_client
     assert predictions(given, "history:token_seconds=1") == [4, None, None, None]
 
 
-def test_predict_changes_the_prediction_alone_and_keeps_refusals_in_place():
+def test_predict_changes_the_prediction_alone_and_keeps_rejections_in_place():
     given = [
         Request("a", (1, 2), 9, 1.5, client="c", priority=2),
-        Refusal("line", "no JSON"),
+        Rejected("line", "no JSON"),
         Request("b", 1, 3),
     ]
     found = predict(given, "constant:tokens=2", rng())

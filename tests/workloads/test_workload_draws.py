@@ -11,7 +11,7 @@ from hygiene import printed_by_two_processes
 from cbresearch import workloads
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 from cbresearch.simulator import simulate
 from cbresearch.workloads import (
     AtOnce,
@@ -267,7 +267,7 @@ def test_coupled_lengths_keep_both_distributions_and_correlate_their_ranks(corre
 def test_joint_lengths_draw_the_pairs_of_a_trace_equally_often():
     trace = [
         Request("a", 10, 1),
-        Refusal("b", "no"),
+        Rejected("b", "no"),
         Request("c", 20, 9, output_length=2),
         Request("d", 30, 3),
     ]
@@ -383,7 +383,7 @@ def test_merge_orders_workloads_of_several_clients_by_arrival():
 
 
 def test_scale_rate_divides_the_intervals_and_keeps_what_a_deadline_allows():
-    requests = [Request("a", 1, 1, 2.0, deadline=3.0), Refusal("b", "no", 4.0), Request("c", 1, 1, 10.0)]
+    requests = [Request("a", 1, 1, 2.0, deadline=3.0), Rejected("b", "no", 4.0), Request("c", 1, 1, 10.0)]
     fast = workloads.scale_rate(requests, 4.0)
     assert [request.arrival for request in fast] == [0.5, 1.0, 2.5]
     assert fast[0].deadline == 1.5
@@ -501,7 +501,7 @@ def test_conversation_prompts_hold_the_tokens_that_were_generated():
     assert following.arrival == 50.0 + session.turns[1].pause
 
 
-def test_closed_loop_client_stops_after_a_refusal_and_ignores_other_requests():
+def test_closed_loop_client_stops_after_a_rejection_and_ignores_other_requests():
     sessions = closed_loop(2, 5, (Fixed(50), Fixed(4)), rng())
     requests, then = sessions.start()
     stranger = Request("stranger/7", 3, 2)

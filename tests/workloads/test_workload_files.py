@@ -10,7 +10,7 @@ import pytest
 from helpers.drawing import rng
 
 from cbresearch import workloads
-from cbresearch.request import Refusal, Request, SamplingParams
+from cbresearch.request import Rejected, Request, SamplingParams
 from cbresearch.simulator import simulate
 from cbresearch.workloads import TRACES, files
 
@@ -188,11 +188,11 @@ def test_burstgpt_trace_names_its_sessions_and_counts_its_failures(tmp_path):
         ("2", 417, 276, 113.0, "s,3"),
     ]
     assert trace.repairs == {"failed requests left out": 1}
-    refused = read(tmp_path, *lines, failures="refuse").requests[1]
-    assert refused == Refusal(
+    rejected = read(tmp_path, *lines, failures="reject").requests[1]
+    assert rejected == Rejected(
         "1", "line 3: Response tokens is 0; a request has at least 1 token of each", 40.5
     )
-    assert len(workloads.load(f"{tmp_path / 'trace.csv'}:failures=refuse", rng())) == 3
+    assert len(workloads.load(f"{tmp_path / 'trace.csv'}:failures=reject", rng())) == 3
 
 
 def test_csv_trace_is_known_by_its_header_not_by_its_ending(tmp_path):
@@ -239,29 +239,29 @@ BAD_ROWS = {
 
 
 @pytest.mark.parametrize("name", BAD_ROWS)
-def test_csv_trace_refuses_a_bad_row_by_line_value_and_remedy_and_keeps_the_others(tmp_path, name):
+def test_csv_trace_rejects_a_bad_row_by_line_value_and_remedy_and_keeps_the_others(tmp_path, name):
     row, said = BAD_ROWS[name]
     after = "2023-11-16 18:15:50.6805900,9,8"
-    first, refused, last = read(tmp_path, AZURE, GOOD, "", row, after).requests
+    first, rejected, last = read(tmp_path, AZURE, GOOD, "", row, after).requests
     assert (first.prompt, last.prompt, last.arrival) == (374, 9, 4.0)
-    assert isinstance(refused, Refusal)
-    assert refused.id == "1"
-    assert refused.error.startswith("line 4: ")
-    assert said in refused.error
-    assert len(refused.error) < 350
+    assert isinstance(rejected, Rejected)
+    assert rejected.id == "1"
+    assert rejected.error.startswith("line 4: ")
+    assert said in rejected.error
+    assert len(rejected.error) < 350
 
 
 @pytest.mark.parametrize("arrived", ["-1.0", "nan", "inf", "1e400", "", "1,5", "0x10"])
-def test_csv_trace_refuses_a_time_that_is_no_number_of_seconds(tmp_path, arrived):
-    refused, good = read(tmp_path, VIDUR, f'"{arrived}",3,4', "2.5,3,4").requests
-    assert f"arrived_at is {arrived!r}; write seconds, 0 or more" in refused.error
+def test_csv_trace_rejects_a_time_that_is_no_number_of_seconds(tmp_path, arrived):
+    rejected, good = read(tmp_path, VIDUR, f'"{arrived}",3,4', "2.5,3,4").requests
+    assert f"arrived_at is {arrived!r}; write seconds, 0 or more" in rejected.error
     assert good.arrival == 0.0
 
 
-def test_csv_trace_refuses_a_row_that_is_not_utf8(tmp_path):
+def test_csv_trace_rejects_a_row_that_is_not_utf8(tmp_path):
     path = tmp_path / "trace.csv"
     path.write_bytes(f"{VIDUR}\n0.0,3,4\n1.0,\xff\xfe,4\n2.0,3,4\n".encode("latin-1"))
-    assert [type(row) for row in workloads.load(path, rng())] == [Request, Refusal, Request]
+    assert [type(row) for row in workloads.load(path, rng())] == [Request, Rejected, Request]
 
 
 def test_simulator_serves_good_rows_and_records_the_bad_ones(tmp_path):
@@ -354,7 +354,7 @@ def test_speed_option_divides_the_intervals(tmp_path, factor):
         ("zzz", "there is 'n', 'speed', 'rate', 'failures', 'spread', 'tokens_per_id'"),
         ("spread", "is of the kind vidur; spread is for mooncake"),
         ("rate=2", "rate is for vidur_lengths; scale its arrivals by speed"),
-        ("failures=refuse", "failures is for burstgpt"),
+        ("failures=reject", "failures is for burstgpt"),
         ("tokens_per_id=4", "tokens_per_id is for mooncake"),
         ("n=0", "option n is 0; it must be a whole number of at least 1"),
         ("n=1.5", "option n is 1.5"),
@@ -485,7 +485,7 @@ def test_fetch_downloads_once_and_again_when_the_cached_file_is_spoilt(tmp_path,
     assert workloads.fetch("tale", downloader).read_bytes() == tale
 
 
-def test_fetch_refuses_a_download_of_other_bytes_and_keeps_none(tmp_path, tale):
+def test_fetch_rejects_a_download_of_other_bytes_and_keeps_none(tmp_path, tale):
     pytest.importorskip("pooch", reason="pooch is not installed")
 
     def downloader(url, path, pooch):

@@ -1,4 +1,4 @@
-"""Workload files: a line is read field by field, and a bad one is refused by itself."""
+"""Workload files: a line is read field by field, and a bad one is rejected by itself."""
 
 import dataclasses
 import json
@@ -9,7 +9,7 @@ from helpers.drawing import rng
 from cbresearch import workloads
 from cbresearch.config import SchedulerConfig
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal, Request, SamplingParams
+from cbresearch.request import Rejected, Request, SamplingParams
 from cbresearch.simulator import simulate
 
 
@@ -80,7 +80,7 @@ def test_workload_file_numbers_requests_by_position_without_blank_lines(tmp_path
     line = '{"prompt": 4, "max_tokens": 3}'
     requests = read(tmp_path, "", line, "  ", "oops", line, "\t", line, "")
     assert [request.id for request in requests] == ["0", "1", "2", "3"]
-    assert [type(request) for request in requests] == [Request, Refusal, Request, Request]
+    assert [type(request) for request in requests] == [Request, Rejected, Request, Request]
     assert requests[1].error.startswith("line 4: ")
 
 
@@ -237,34 +237,34 @@ BAD_LINES = {
 
 
 @pytest.mark.parametrize("name", BAD_LINES)
-def test_workload_file_refuses_a_bad_line_by_number_value_and_remedy_and_keeps_the_others(tmp_path, name):
+def test_workload_file_rejects_a_bad_line_by_number_value_and_remedy_and_keeps_the_others(tmp_path, name):
     line, said = BAD_LINES[name]
     good = '{"id": "%s", "prompt": 4, "max_tokens": 3}'
     requests = read(tmp_path, good % "before", "", line, good % "after")
-    before, refused, after = requests
+    before, rejected, after = requests
     assert (before, after) == (Request("before", 4, 3), Request("after", 4, 3))
-    assert isinstance(refused, Refusal)
-    assert refused.id == "1"
-    assert refused.error.startswith("line 3: ")
+    assert isinstance(rejected, Rejected)
+    assert rejected.id == "1"
+    assert rejected.error.startswith("line 3: ")
     for text in said:
-        assert text in refused.error
-    assert len(refused.error) < 350
+        assert text in rejected.error
+    assert len(rejected.error) < 350
     records = simulate(requests).requests
-    assert [record.error for record in records] == [None, refused.error, None]
+    assert [record.error for record in records] == [None, rejected.error, None]
 
 
-def test_refusal_keeps_the_id_and_the_arrival_of_its_line(tmp_path):
-    (refused,) = read(tmp_path, '{"id": "x", "arrival": 2.5, "prompt": 4, "max_tokens": 0}')
-    assert (refused.id, refused.arrival) == ("x", 2.5)
+def test_rejection_keeps_the_id_and_the_arrival_of_its_line(tmp_path):
+    (rejected,) = read(tmp_path, '{"id": "x", "arrival": 2.5, "prompt": 4, "max_tokens": 0}')
+    assert (rejected.id, rejected.arrival) == ("x", 2.5)
 
 
-def test_refusal_is_not_named_by_half_a_surrogate_pair(tmp_path):
-    (refused,) = read(tmp_path, r'{"id": "\ud83d", "prompt": 4, "max_tokens": 3}')
-    assert refused.id == "0"
-    assert refused.error.encode()
+def test_rejection_is_not_named_by_half_a_surrogate_pair(tmp_path):
+    (rejected,) = read(tmp_path, r'{"id": "\ud83d", "prompt": 4, "max_tokens": 3}')
+    assert rejected.id == "0"
+    assert rejected.error.encode()
 
 
-def test_workload_file_refuses_a_repeated_id_and_names_both_lines(tmp_path):
+def test_workload_file_rejects_a_repeated_id_and_names_both_lines(tmp_path):
     requests = read(
         tmp_path,
         '{"id": "a", "prompt": 4, "max_tokens": 3}',
@@ -272,26 +272,26 @@ def test_workload_file_refuses_a_repeated_id_and_names_both_lines(tmp_path):
         '{"id": "a", "prompt": 6, "max_tokens": 3}',
     )
     assert requests[:2] == [Request("a", 4, 3), Request("b", 5, 3)]
-    assert requests[2] == Refusal("a", "line 3: id 'a' belongs to line 1 already; give it one of its own")
+    assert requests[2] == Rejected("a", "line 3: id 'a' belongs to line 1 already; give it one of its own")
 
 
-def test_workload_file_refuses_an_id_that_equals_a_position(tmp_path):
+def test_workload_file_rejects_an_id_that_equals_a_position(tmp_path):
     requests = read(tmp_path, '{"id": "1", "prompt": 4, "max_tokens": 3}', '{"prompt": 5, "max_tokens": 3}')
-    assert [type(request) for request in requests] == [Request, Refusal]
+    assert [type(request) for request in requests] == [Request, Rejected]
     assert "line 2: id '1' belongs to line 1" in requests[1].error
 
 
-def test_workload_file_lets_a_later_line_take_the_id_of_a_refused_one(tmp_path):
+def test_workload_file_lets_a_later_line_take_the_id_of_a_rejected_one(tmp_path):
     requests = read(
         tmp_path, '{"id": "a", "prompt": 4, "max_tokens": 0}', '{"id": "a", "prompt": 4, "max_tokens": 3}'
     )
-    assert [type(request) for request in requests] == [Refusal, Request]
+    assert [type(request) for request in requests] == [Rejected, Request]
 
 
-def test_workload_file_refuses_a_deadline_that_counts_from_the_arrival(tmp_path):
+def test_workload_file_rejects_a_deadline_that_counts_from_the_arrival(tmp_path):
     line = {"prompt": 4, "max_tokens": 3, "arrival": 1_700_158_546.0, "deadline": 2.5}
-    (refused,) = read(tmp_path, json.dumps(line))
-    assert "deadline is 2.5, before the arrival" in refused.error
+    (rejected,) = read(tmp_path, json.dumps(line))
+    assert "deadline is 2.5, before the arrival" in rejected.error
 
 
 def test_workload_file_on_an_epoch_clock_has_the_same_waits(tmp_path):

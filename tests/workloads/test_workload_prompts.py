@@ -5,7 +5,7 @@ import pytest
 from helpers.drawing import rng
 
 from cbresearch import workloads
-from cbresearch.request import Refusal, Request
+from cbresearch.request import Rejected, Request
 
 
 def by_characters(text):
@@ -46,7 +46,7 @@ def test_resolve_prompts_draws_ids_from_the_whole_vocabulary(vocab_size):
 
 def test_resolve_prompts_draws_ids_independent_of_the_other_requests():
     requests = [Request(str(position), 20, 3) for position in range(4)]
-    other = [Request("x", 7, 9), Refusal("y", "no"), requests[2], Request("z", "text", 1)]
+    other = [Request("x", 7, 9), Rejected("y", "no"), requests[2], Request("z", "text", 1)]
     alone = workloads.resolve_prompts(requests, by_characters, 4096, rng(5))
     mixed = workloads.resolve_prompts(other, by_characters, 4096, rng(5))
     assert mixed[2] == alone[2]
@@ -65,20 +65,20 @@ def test_resolve_prompts_draws_ids_independent_of_the_other_requests():
         (10**12, "length is 1000000000000; give at most 16777216"),
     ],
 )
-def test_resolve_prompts_refuses_what_cannot_be_resolved_and_keeps_the_others(prompt, said):
+def test_resolve_prompts_rejects_what_cannot_be_resolved_and_keeps_the_others(prompt, said):
     requests = [Request("before", 3, 3), Request("bad", prompt, 3, arrival=4.0), Request("after", 3, 3)]
-    before, refused, after = workloads.resolve_prompts(
+    before, rejected, after = workloads.resolve_prompts(
         requests, lambda text: by_characters(text.strip()), 100, rng()
     )
     assert len(before.prompt) == len(after.prompt) == 3
-    assert (refused.id, refused.arrival) == ("bad", 4.0)
-    assert refused.error.startswith("request 'bad': ")
-    assert said in refused.error
+    assert (rejected.id, rejected.arrival) == ("bad", 4.0)
+    assert rejected.error.startswith("request 'bad': ")
+    assert said in rejected.error
 
 
-def test_resolve_prompts_passes_a_refusal_on():
-    refusal = Refusal("a", "line 1: no", 2.0)
-    assert workloads.resolve_prompts([refusal], None, 100, rng()) == [refusal]
+def test_resolve_prompts_passes_a_rejection_on():
+    rejection = Rejected("a", "line 1: no", 2.0)
+    assert workloads.resolve_prompts([rejection], None, 100, rng()) == [rejection]
 
 
 def test_resolve_prompts_takes_numpy_integers_from_an_encoder():
