@@ -7,15 +7,15 @@ finishes. The trace and the scheduler's state are those of stepping, bit for bit
 
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from cbresearch.policies.base import may_fast_forward
-from cbresearch.request import RequestState
+from cbresearch.request import RequestState, take_decode_steps
 from cbresearch.scheduler import DecodeBatch, Scheduler
-from cbresearch.step import NO_EVENTS, DecodeRun, Segment
+from cbresearch.step import NO_EVENTS, DecodeRun, PoolCounts
 
 _MAX_STEPS = 4096
 
@@ -85,13 +85,6 @@ def fast_forward(
     return _Run(scheduler, outlook, batch, now).take(until, passes_finishes)
 
 
-class _Stretch(NamedTuple):
-    """Steps with the same rows: the number of steps to its end, and the rows that finish with its last."""
-
-    end: int
-    finishing: Sequence[int]
-
-
 class _Run:
     """The steps under way; each request's state catches up when it finishes, or at the end."""
 
@@ -118,7 +111,7 @@ class _Run:
         self.taken_in: list[int] = []
         self.taken_by: list[int] = []
         self.blocks: list[int] = []
-        self.segments: list[Segment] = []
+        self.segments: list[tuple[int, int, str | None, PoolCounts]] = []
         self.finished: list[tuple[int, tuple[str, ...]]] = []
         self.freed: list[tuple[int, tuple[int, ...]]] = []
         self.events = NO_EVENTS
@@ -138,13 +131,12 @@ class _Run:
             (self.kv.num_free_blocks // len(batch.order) + 2) * self.block_size,
         )
         num_steps, closed = 0, batch.closed
-        for stretch in stretches:
-            end = self._take_blocks(num_steps, stretch.end, closed)
-            num_steps = end
-            if end < stretch.end:
+        for end, finishing in stretches:
+            num_steps = self._take_blocks(num_steps, end, closed)
+            if num_steps < end:
                 break
-            if stretch.finishing:
-                self._finish(stretch.finishing, end)
+            if finishing:
+                self._finish(finishing, end)
                 # The seats of the finished requests are free, where none waits for them.
                 closed = batch.closed if batch.is_waiting else None
         if not num_steps:
@@ -197,8 +189,7 @@ class _Run:
         else:
             self.events = events
         num_rows = len(self.active)
-        pool = self.scheduler.pool_state(num_new_tokens=num_rows)
-        self.segments.append(Segment(offset, num_rows, closed, pool))
+        self.segments.append((offset, num_rows, closed, self.scheduler.pool_counts(num_rows)))
         if steps:
             self.taken_in += steps
             self.taken_by += places
@@ -218,18 +209,13 @@ class _Run:
         self.scheduler.finish(states)
         self.active = [place for place in self.active if self.lasts[place] > end]
 
-    def _catch_up(self, states: Iterable[RequestState], num_steps: int) -> None:
+    def _catch_up(self, states: Sequence[RequestState], num_steps: int) -> None:
         """Bring the states of requests to where they are behind the first `num_steps` steps."""
-        tokens, last_step, notify = (
-            self.outlook.tokens(num_steps),
-            self.first_step + num_steps - 1,
-            self.notify,
-        )
         times = self.ends if num_steps == len(self.ends) else self.ends[:num_steps]
-        for state in states:
-            state.decode(tokens, times, last_step)
-            if notify is not None:
-                notify(state, num_steps)
+        take_decode_steps(states, self.outlook.tokens(num_steps), times, self.first_step + num_steps - 1)
+        if self.notify is not None:
+            for state in states:
+                self.notify(state, num_steps)
 
 
 def _forecast(
@@ -241,7 +227,7 @@ def _forecast(
     until: float,
     passes_finishes: bool,
     most: int,
-) -> tuple[list[float], list[float], list[_Stretch]]:
+) -> tuple[list[float], list[float], list[tuple[int, list[int]]]]:
     """Return how long steps take until a request arrives, or none is left, or there are enough.
 
     Args:
@@ -255,7 +241,8 @@ def _forecast(
         most: Steps that are enough.
 
     Returns:
-        Seconds of each step, seconds since the start of the run at which each ends, and the stretches.
+        Seconds of each step, seconds since the start of the run at which each ends, and stretches of the
+        same rows: the number of steps to the end of each, and the rows that finish with its last.
     """
     order = sorted(range(len(lasts)), key=lasts.__getitem__)
     num_rows, num_padding = len(order), len(padding)
@@ -263,7 +250,7 @@ def _forecast(
     computed = sum(starts) + sum(padding)
     durations: list[float] = []
     ends: list[float] = []
-    stretches: list[_Stretch] = []
+    stretches: list[tuple[int, list[int]]] = []
     offset, number, clock = 0, 0, now
     while num_rows and offset < most and clock < until:
         num_steps = min(lasts[order[number]], most) - offset
@@ -293,7 +280,7 @@ def _forecast(
             finishing.append(order[number])
             computed -= starts[order[number]]
             number += 1
-        stretches.append(_Stretch(offset, finishing))
+        stretches.append((offset, finishing))
         num_rows -= len(finishing)
         if finishing and not passes_finishes:
             break

@@ -386,31 +386,36 @@ class RequestState:
         expected = self.request.predicted_output or self.request.max_tokens
         return max(1, expected - len(self.output_token_ids))
 
-    def decode(self, tokens: Sequence[int], times: Sequence[float], last_step: int) -> None:
-        """Take in consecutive decode steps.
-
-        Args:
-            tokens: New token ids, one a step.
-            times: Seconds at which they came out.
-            last_step: Index of the last step.
-        """
-        start, number = self.num_computed_tokens, len(tokens)
-        end = self.num_computed_tokens = start + number
-        peak = self.num_peak_computed_tokens
-        if start < peak:
-            self.num_recomputed_tokens += min(end, peak) - start
-        if end > peak:
-            self.num_peak_computed_tokens = end
-        self.num_tokens += number
-        self.scheduled_step = last_step
-        self.output_token_ids += tokens
-        self.token_times += times
-
     def __repr__(self) -> str:
         return (
             f"RequestState({self.id!r}, {self.status.value}, computed {self.num_computed_tokens} of "
             f"{self.num_tokens}, {self.num_output_tokens} generated)"
         )
+
+
+def take_decode_steps(
+    states: Iterable[RequestState], tokens: Sequence[int], times: Sequence[float], last_step: int
+) -> None:
+    """Let each of some requests take in consecutive decode steps, the same for all.
+
+    Args:
+        states: The requests.
+        tokens: New token ids, one a step.
+        times: Seconds at which they came out.
+        last_step: Index of the last step.
+    """
+    number = len(tokens)
+    for state in states:
+        start, peak = state.num_computed_tokens, state.num_peak_computed_tokens
+        end = state.num_computed_tokens = start + number
+        if start < peak:
+            state.num_recomputed_tokens += min(end, peak) - start
+        if end > peak:
+            state.num_peak_computed_tokens = end
+        state.num_tokens += number
+        state.scheduled_step = last_step
+        state.output_token_ids += tokens
+        state.token_times += times
 
 
 def _checked_prompt(request: str, prompt: Any) -> Prompt:

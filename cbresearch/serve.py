@@ -166,8 +166,9 @@ class _Run:
         self.parts: list[StepRecord | DecodeRun] = []
         self._requests, self._loop, self._scheduler = requests, loop, loop.scheduler
         self._on_step, self._on_finish, self._writer = on_step, on_finish, writer
+        self._places: dict[str, int] = {}
         self._states: dict[int, RequestState] = {}
-        self._rejections: dict[int, str] = {}
+        self._records: dict[int, RequestRecord] = {}
         # (arrival, place) of the requests to come, the last first; followers are few and kept by themselves.
         self._upcoming = sorted(
             [(entry.arrival, place) for place, entry in enumerate(requests) if isinstance(entry, Request)],
@@ -191,12 +192,13 @@ class _Run:
             while arrival <= self.now:
                 self._submit_next()
                 arrival = self._next_arrival()
-            if not scheduler.has_work:
-                continue
-            wake = scheduler.wakes(self.now)
-            if wake is not None:
-                self.now = min(wake, arrival)
-                continue
+            if not scheduler.running:
+                if not scheduler.has_work:
+                    continue
+                wake = scheduler.wakes(self.now)
+                if wake is not None:
+                    self.now = min(wake, arrival)
+                    continue
             run = None
             if outlook is not None:
                 passes_finishes = self._on_finish is None
@@ -213,15 +215,16 @@ class _Run:
                 self._add(record, result.tokens)
                 if self._on_step is not None:
                     self._on_step(record)
-            if self._writer is not None or self._on_finish is not None:
-                for state in finished:
-                    self._end(state.request, state, None)
+            for state in finished:
+                # The record alone is kept, for it is far smaller than the state.
+                place = self._places.pop(state.id)
+                self._end(place, record_of(state.request, self._states.pop(place)))
 
     def records(self) -> tuple[RequestRecord, ...]:
         """Return the record of each request, in the order in which they were given."""
         return tuple(
             [
-                record_of(request, self._states.get(place), self._rejections.get(place))
+                self._records.get(place) or record_of(request, self._states.get(place))
                 for place, request in enumerate(self._requests)
             ]
         )
@@ -231,16 +234,16 @@ class _Run:
         return min(arrival, self._followers[0][0]) if self._followers else arrival
 
     def _submit_next(self) -> None:
-        is_given = bool(self._upcoming) and self._upcoming[-1][0] <= self._next_arrival()
+        is_given = not self._followers or (self._upcoming and self._upcoming[-1][0] <= self._followers[0][0])
         _, place = self._upcoming.pop() if is_given else heappop(self._followers)
         request = self._requests[place]
         assert isinstance(request, Request)
         try:
-            state = self._states[place] = self._loop.submit(request, self.now)
+            state = self._loop.submit(request, self.now)
         except ValueError as error:
-            self._rejections[place] = str(error)
-            self._end(request, None, str(error))
+            self._end(place, record_of(request, None, str(error)))
         else:
+            self._places[request.id], self._states[place] = place, state
             if self._writer is not None:
                 self._writer.queued(record_of(request, state))
 
@@ -257,9 +260,9 @@ class _Run:
         if self._writer is not None:
             self._writer.step(part, tokens)
 
-    def _end(self, request: Request, state: RequestState | None, error: str | None) -> None:
-        """Pass on what became of a request, and take the requests that its client sends next."""
-        record = record_of(request, state, error)
+    def _end(self, place: int, record: RequestRecord) -> None:
+        """Keep and pass on what became of a request, and take the requests that its client sends next."""
+        self._records[place] = record
         if self._writer is not None:
             self._writer.request(record)
         for successor in self._on_finish(record) if self._on_finish is not None else ():

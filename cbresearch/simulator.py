@@ -81,7 +81,7 @@ class CostExecutor:
             end = prompt + (most if output is None else min(output, most))
             lengths[request.id] = _Length(prompt, output, most, end)
         tokens, stopped, failed = {}, [], {}
-        for request_id, _, start, num_tokens, _, samples, _ in plan.scheduled:
+        for request_id, _, start, num_tokens, _, samples, _ in plan.rows:
             if not samples:
                 continue
             num_prompt_tokens, output_length, max_tokens, _ = lengths[request_id]

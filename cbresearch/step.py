@@ -1,12 +1,17 @@
 """The records of one step: its plan, its result, the pool behind it; and equal decode steps as one run."""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from operator import itemgetter
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 from cbresearch.request import Request, TokenLogprobs
+
+T = TypeVar("T")
 
 
 class Admission(NamedTuple):
@@ -21,6 +26,32 @@ class Admission(NamedTuple):
     request: Request
     seat: int
     output_token_ids: tuple[int, ...]
+
+
+class Rows(tuple[T, ...]):
+    """Named tuples of one kind, kept as plain tuples until they are read.
+
+    The garbage collector gives up plain tuples of numbers and texts, and walks named ones as long as they are
+    there: a run keeps millions.
+    """
+
+    __slots__ = ()
+    kind: ClassVar[type[Any]]
+
+    @classmethod
+    def of(cls, rows: Iterable[tuple[Any, ...]]) -> Self:
+        """Keep the values of some named tuples."""
+        return cls(rows)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[T]:
+        return map(partial(tuple.__new__, self.kind), super().__iter__())
+
+    def __getitem__(self, index: Any) -> Any:
+        rows = super().__getitem__(index)
+        return type(self)(rows) if isinstance(index, slice) else tuple.__new__(self.kind, rows)
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
 
 
 class Scheduled(NamedTuple):
@@ -49,6 +80,13 @@ class Scheduled(NamedTuple):
     def context_length(self) -> int:
         """Return the tokens that the last query of this step attends to, itself included."""
         return self.start + self.num_tokens
+
+
+class ScheduledRows(Rows[Scheduled]):
+    """Entries of a plan."""
+
+    __slots__ = ()
+    kind = Scheduled
 
 
 class Transfer(NamedTuple):
@@ -82,6 +120,13 @@ class Skipped(NamedTuple):
 
     request_id: str
     reason: str
+
+
+class SkippedRows(Rows[Skipped]):
+    """Requests that a plan skips."""
+
+    __slots__ = ()
+    kind = Skipped
 
 
 class Padding(NamedTuple):
@@ -129,24 +174,30 @@ class Plan:
     closed: str | None = None
 
     @property
+    def rows(self) -> Iterator[tuple[Any, ...]]:
+        """Return the values of each entry of `scheduled`, for loops that take time."""
+        return tuple.__iter__(self.scheduled)
+
+    @property
     def num_tokens(self) -> int:
         """Return the tokens computed in the step, padding included."""
-        return sum([entry.num_tokens for entry in self.scheduled]) + len(self.padding)
+        num_tokens: int = sum([row[3] for row in self.rows])
+        return num_tokens + len(self.padding)
 
     @property
     def num_prefill_tokens(self) -> int:
         """Return the prompt tokens (and, after a preemption, output tokens) computed in the step."""
-        return sum(entry.num_tokens for entry in self.scheduled if entry.is_prefill)
+        return sum([num_tokens for _, _, _, num_tokens, is_prefill, _, _ in self.rows if is_prefill])
 
     @property
     def num_decode_tokens(self) -> int:
         """Return the decoding requests in the step, one token each."""
-        return sum(not entry.is_prefill for entry in self.scheduled)
+        return sum([not is_prefill for _, _, _, _, is_prefill, _, _ in self.rows])
 
     @property
     def num_context_tokens(self) -> int:
         """Return the context lengths summed over all rows: the KV entries that attention reads."""
-        useful = sum([entry.start + entry.num_tokens for entry in self.scheduled])
+        useful: int = sum([start + num_tokens for _, _, start, num_tokens, _, _, _ in self.rows])
         return useful + sum([row.context_length for row in self.padding])
 
     def num_transfers(self, kind: str) -> int:
@@ -154,8 +205,7 @@ class Plan:
         return sum(transfer.kind == kind for transfer in self.transfers)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What came of a plan (vLLM: `ModelRunnerOutput`).
 
     Attributes:
@@ -171,8 +221,8 @@ class StepResult:
     duration: float
     tokens: Mapping[str, int]
     stopped: frozenset[str] = frozenset()
-    failed: Mapping[str, str] = field(default_factory=dict)
-    logprobs: Mapping[str, TokenLogprobs] = field(default_factory=dict)
+    failed: Mapping[str, str] = MappingProxyType({})
+    logprobs: Mapping[str, TokenLogprobs] = MappingProxyType({})
     device_duration: float | None = None
 
 
@@ -202,6 +252,10 @@ class PoolState(NamedTuple):
     num_shared_blocks: int = 0
     num_swapped: int = 0
     num_held_host_blocks: int = 0
+
+
+PoolCounts = tuple[int, int, int, int, int, int, int, int, int]
+"""The values of a `PoolState`."""
 
 
 class BlockEvents(NamedTuple):
@@ -236,14 +290,14 @@ class Segment(NamedTuple):
         offset: Number of its first step in the run, from 0.
         num_rows: Requests that each of its steps serves.
         closed: As in `Plan`.
-        pool: The pool in its first step, but without the blocks that are taken in this step or later. Each
-            later step has `num_rows` more held tokens.
+        pool: Values of the `PoolState` in its first step, but without the blocks that are taken in this step
+            or later. Each later step has `num_rows` more held tokens.
     """
 
     offset: int
     num_rows: int
     closed: str | None
-    pool: PoolState
+    pool: PoolCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +316,7 @@ class DecodeRun:
         taken_in: Offset of the step before which each of `blocks` is taken, ascending.
         taken_by: The request that takes it: its place in `request_ids`, ascending within a step.
         blocks: Physical ids of the blocks taken.
-        segments: Steps with the same batch, the first from offset 0.
+        segments: Steps with the same batch, the first from offset 0: the values of a `Segment` each.
         finished: Ids of the requests that a step finished, by its offset.
         freed: Blocks that finished requests gave back, by the offset of the step before which they did.
         events: Block events before the first step.
@@ -282,7 +336,7 @@ class DecodeRun:
     taken_in: tuple[int, ...]
     taken_by: tuple[int, ...]
     blocks: tuple[int, ...]
-    segments: tuple[Segment, ...]
+    segments: tuple[tuple[int, int, str | None, PoolCounts], ...]
     finished: tuple[tuple[int, tuple[str, ...]], ...]
     freed: tuple[tuple[int, tuple[int, ...]], ...]
     events: BlockEvents
@@ -300,9 +354,9 @@ class DecodeRun:
 
     def bounds(self) -> Iterator[tuple[Segment, int, int]]:
         """Yield each segment with the offset of its first step and the offset behind its last."""
-        offsets = [*(segment.offset for segment in self.segments), len(self)]
+        offsets = [*(offset for offset, *_ in self.segments), len(self)]
         for segment, (begin, end) in zip(self.segments, pairwise(offsets), strict=True):
-            yield segment, begin, end
+            yield Segment(*segment), begin, end
 
     def plan(self, offset: int) -> Plan:
         """Return the plan of the step at an offset from 0."""
@@ -326,7 +380,7 @@ class DecodeRun:
         segment = self._segment(offset)
         begin = bisect_left(self.taken_in, segment.offset)
         num_taken = bisect_right(self.taken_in, offset, lo=begin) - begin
-        pool = segment.pool
+        pool = PoolState(*segment.pool)
         return pool._replace(
             num_held_blocks=pool.num_held_blocks + num_taken,
             num_held_tokens=pool.num_held_tokens + (offset - segment.offset) * segment.num_rows,
@@ -344,4 +398,4 @@ class DecodeRun:
         return NO_EVENTS._replace(freed=dict(self.freed).get(offset, ()))
 
     def _segment(self, offset: int) -> Segment:
-        return self.segments[bisect_right(self.segments, offset, key=lambda segment: segment.offset) - 1]
+        return Segment(*self.segments[bisect_right(self.segments, offset, key=itemgetter(0)) - 1])

@@ -173,7 +173,7 @@ def features(trace: Trace) -> Counter[str]:
         steps=len(trace.steps),
         decode_runs=len(runs),
         steps_in_runs=sum(map(len, runs)),
-        runs_with_a_queue=sum(run.segments[0].pool.num_waiting > 0 for run in runs),
+        runs_with_a_queue=sum(run.pool(0).num_waiting > 0 for run in runs),
         runs_with_padding=sum(bool(run.padding) for run in runs),
         preemptions=sum(record.num_preemptions for record in trace.served),
         swaps=sum(len(step.plan.swapped) for step in trace.steps),

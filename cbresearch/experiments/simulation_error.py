@@ -115,7 +115,7 @@ class DriftCorrectedExecutor:
         """Carry out one step."""
         result = self.executor.execute(plan)
         self._recent.append(self._probe())
-        return replace(result, duration=result.duration * self._usual / median(self._recent))
+        return result._replace(duration=result.duration * self._usual / median(self._recent))
 
 
 def calibration_probe(

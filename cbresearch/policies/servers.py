@@ -66,7 +66,7 @@ class VllmV0(Policy):
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose prompts; if none could be scheduled, decodes and then requests to be swapped in."""
         yield from whole([request for request in view.running if request.is_prefill])
-        if not any(True for _ in view.swapped):
+        if next(iter(view.swapped), None) is None:
             for request in view.waiting:
                 needed = -(-request.num_tokens // view.block_size)
                 spare = view.num_free_blocks - needed - int(self.watermark * view.num_blocks)

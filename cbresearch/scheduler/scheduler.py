@@ -4,20 +4,29 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from heapq import heappop, heappush
-from itertools import starmap
-from typing import NamedTuple
+from itertools import islice, starmap
+from typing import Any, NamedTuple
 
 from cbresearch import kv
 from cbresearch.config import PREEMPTIONS, CacheConfig, SchedulerConfig
 from cbresearch.policies.base import Policy, View
 from cbresearch.request import Request, RequestState, RequestStatus
 from cbresearch.scheduler.admission import check_request, choose_preempted, farthest_sibling
-from cbresearch.step import Admission, BlockEvents, Padding, Plan, PoolState, Scheduled, Skipped, StepResult
+from cbresearch.step import (
+    Admission,
+    BlockEvents,
+    Padding,
+    Plan,
+    PoolCounts,
+    PoolState,
+    ScheduledRows,
+    Skipped,
+    SkippedRows,
+    StepResult,
+)
 
 # In a loop the lookup on the class costs as much as a call.
 RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
-# The named tuple's own constructor is a function in Python, at four times the cost.
-NEW_TUPLE = tuple.__new__
 
 
 class DecodeBatch(NamedTuple):
@@ -44,7 +53,8 @@ class _Draft:
     """A plan under construction: what a step's proposals have come to so far."""
 
     def __init__(self) -> None:
-        self.scheduled: dict[str, Scheduled] = {}
+        # The values of a `Scheduled` each.
+        self.scheduled: dict[str, tuple[Any, ...]] = {}
         self.admitted: dict[str, tuple[RequestState, int]] = {}
         self.preempted: list[RequestState] = []
         self.requeued: list[RequestState] = []
@@ -83,7 +93,8 @@ class Scheduler:
         self.kv = kv.build(cache, config, policy.pads_finished_rows)
         self.num_submitted = 0
         self._step = 0
-        self._states: dict[str, RequestState] = {}
+        # None for those that are finished: of them only the id is kept, which no other request may have.
+        self._states: dict[str, RequestState | None] = {}
         self._waiting: OrderedDict[str, RequestState] = OrderedDict()
         self._swapped: OrderedDict[str, RequestState] = OrderedDict()
         self._running: list[RequestState] = []
@@ -100,8 +111,8 @@ class Scheduler:
             config, self.kv, self._free_seats, self._waiting.values(), self._swapped.values(), step_time
         )
         self._caches_on_schedule = cache.prefix_caching and cache.cache_on_schedule
-        # Prefill steps skip the same running requests again and again: one record of each is enough.
-        self._skipped = lru_cache(maxsize=4 * config.max_num_seqs)(Skipped)
+        # Prefill steps skip the same running requests again and again: one pair for each is enough.
+        self._skipped = lru_cache(maxsize=4 * config.max_num_seqs)(lambda *pair: pair)
         # The base's hooks do nothing, and one would be a call for each token.
         self.on_scheduled = policy.served if type(policy).served is not Policy.served else None
         self._can_displace = type(policy).displace is not Policy.displace
@@ -231,34 +242,38 @@ class Scheduler:
         """
         finished: list[RequestState] = []
         states, on_scheduled = self._states, self.on_scheduled
-        for entry in plan.scheduled:
-            state = states.get(entry.request_id)
+        for request_id, _, start, num_tokens, _, samples, _ in plan.rows:
+            state = states.get(request_id)
             if state is None or state.status is not RUNNING:
                 continue
-            self._update(state, entry, result, now)
+            self._update(state, start, num_tokens, samples, result, now)
             if state.finish_reason is not None:
                 finished.append(state)
             if on_scheduled is not None:
-                on_scheduled(state, entry.num_tokens)
-        pool, events = self.pool_state(), self.kv.take_events()
+                on_scheduled(state, num_tokens)
+        pool, events = PoolState(*self.pool_counts()), self.kv.take_events()
         if finished:
             self.finish(finished)
         return pool, events, tuple(finished)
 
-    def pool_state(self, num_new_tokens: int = 0) -> PoolState:
-        """Return the queues and blocks as they are now, with so many more tokens in held blocks."""
-        pool, num_swapped = self.kv, len(self._swapped)
-        num_waiting = len(self._waiting) + num_swapped
+    def pool_counts(self, num_new_tokens: int = 0) -> PoolCounts:
+        """Return the values of a `PoolState` as they are now, with so many more tokens in held blocks."""
+        pool, num_swapped, num_waiting = self.kv, len(self._swapped), len(self._waiting)
         num_held, num_cached = pool.num_held_blocks, pool.num_cached_blocks
-        is_short = self._is_short and num_waiting
-        return PoolState(
+        num_shared, num_external = pool.num_shared_blocks, pool.num_unusable_blocks
+        if num_swapped or num_waiting:
+            num_waiting += num_swapped
+            num_external = pool.num_blocks - num_held - num_cached if self._is_short else num_external
+        # A shared block is full: a block filled in part is copied before a second request writes it.
+        num_tokens = self._num_kv_tokens - num_shared * pool.config.block_size
+        return (
             len(self._running),
             num_waiting,
             num_held,
-            self._num_held_tokens() + num_new_tokens,
+            (self._num_held_tokens() if self._padding else num_tokens) + num_new_tokens,
             num_cached,
-            pool.num_blocks - num_held - num_cached if is_short else pool.num_unusable_blocks,
-            pool.num_shared_blocks,
+            num_external,
+            num_shared,
             num_swapped,
             pool.num_held_host_blocks,
         )
@@ -268,6 +283,7 @@ class Scheduler:
         self._draft.was_freed = True
         for state in finished:
             state.status = FINISHED
+            self._states[state.id] = None
             self._num_kv_tokens -= state.num_kv_tokens
         self._set_running([state for state in self._running if state.status is RUNNING])
         leaving = list(finished)
@@ -317,10 +333,9 @@ class Scheduler:
             ValueError: The request is unknown or finished.
         """
         state = self._states.get(request_id)
-        if state is None or state.status is FINISHED:
-            raise ValueError(
-                f"request {request_id!r} is {'finished' if state else 'unknown'}, so it cannot be aborted"
-            )
+        if state is None:
+            what = "finished" if request_id in self._states else "unknown"
+            raise ValueError(f"request {request_id!r} is {what}, so it cannot be aborted")
         state.finish_reason = "abort"
         self._draft.aborted.append(state.id)
         if state.status is RUNNING:
@@ -330,7 +345,7 @@ class Scheduler:
             self.kv.free(state.id)
         self._waiting.pop(state.id, None)
         self._swapped.pop(state.id, None)
-        state.status = FINISHED
+        state.status, self._states[state.id] = FINISHED, None
         return state
 
     def forget(self, request_id: str) -> None:
@@ -339,8 +354,8 @@ class Scheduler:
         Raises:
             ValueError: The request is unknown or not finished.
         """
-        state = self._states.get(request_id)
-        if state is None or state.status is not FINISHED or state in self._padding:
+        is_finished = request_id in self._states and self._states[request_id] is None
+        if not is_finished or any(state.id == request_id for state in self._padding):
             raise ValueError(f"request {request_id!r} is not finished, so it cannot be forgotten")
         del self._states[request_id]
 
@@ -388,20 +403,22 @@ class Scheduler:
         draft, running, budget = self._draft, self._running, self.config.max_num_batched_tokens
         if not running or len(running) > budget or draft.aborted or draft.preempted:
             return None
+        is_waiting = bool(self._waiting or self._swapped)
+        last, plan, before, num_submitted = self._last
+        if is_waiting and num_submitted != self.num_submitted:
+            return None
         # The latest comers first, which may still compute their prompts.
         for state in reversed(running):
             if state.num_tokens - state.num_computed_tokens != 1 or not state.output_token_ids:
                 return None
         padding = self._padding_rows(budget - len(running))
-        if not (self._waiting or self._swapped):
+        if not is_waiting:
             order = self._decode_order(now)
             closed = "budget" if len(running) == budget else None if self._free_seats else "seats"
             return None if order is None else DecodeBatch(order, padding, (), closed, False)
-        last, plan, before, num_submitted = self._last
         # What was rejected is rejected again as long as nothing is freed: running requests only take blocks.
         if (
             plan is None
-            or num_submitted != self.num_submitted
             or last.was_freed
             or draft.was_freed
             or (plan.skipped and (before is None or before.skipped != plan.skipped))
@@ -409,10 +426,11 @@ class Scheduler:
             or plan.aborted
             or plan.transfers
             or len(plan.scheduled) != len(running)
-            or any(entry.is_prefill or not entry.samples for entry in plan.scheduled)
+            or any(is_prefill or not samples for *_, is_prefill, samples, _ in plan.rows)
         ):
             return None
-        order = [self._states[entry.request_id] for entry in plan.scheduled]
+        states = [self._states[entry.request_id] for entry in plan.scheduled]
+        order = [state for state in states if state is not None]
         return DecodeBatch(order, padding, plan.skipped, plan.closed, True, self._is_short)
 
     def advance(self, num_steps: int, num_tokens: int) -> None:
@@ -429,14 +447,12 @@ class Scheduler:
         """Return the running requests in the policy's order; None unless it proposes just these."""
         view, num_running = self._open_view(now), len(self._running)
         order: list[RequestState] = []
-        for state, wanted in self.policy.propose(view):
-            if type(wanted) is not int or wanted < 1 or state.status is not RUNNING:
+        for state, wanted in islice(self.policy.propose(view), num_running):
+            if type(wanted) is not int or wanted < 1:
                 return None
             order.append(state)
             view.token_budget -= 1
-            if len(order) == num_running:
-                return order if len(set(order)) == num_running else None
-        return None
+        return order if order == self._running or set(order) == set(self._running) else None
 
     def _open_view(self, now: float) -> View:
         """Return the policy's view of a step in which nothing is scheduled yet."""
@@ -453,10 +469,9 @@ class Scheduler:
         self._view.token_budget -= num_tokens
         request_id = state.id
         is_prefill = pending > 1 or not state.output_token_ids
-        self._draft.scheduled[request_id] = NEW_TUPLE(
-            Scheduled,
-            (request_id, state.seat, start, num_tokens, is_prefill, num_tokens == pending, new_block_ids),
-        )
+        samples = num_tokens == pending
+        row = request_id, state.seat, start, num_tokens, is_prefill, samples, new_block_ids
+        self._draft.scheduled[request_id] = row
         if self._caches_on_schedule:
             self.kv.cache_scheduled(state, start + num_tokens)
 
@@ -558,7 +573,8 @@ class Scheduler:
         self._view.closed = "blocks"
         entry = draft.scheduled.pop(state.id, None)
         if entry is not None:
-            self._view.token_budget += entry.num_tokens
+            _, _, _, num_tokens, *_ = entry
+            self._view.token_budget += num_tokens
             if self._caches_on_schedule:
                 admitted = [other for other, _ in draft.admitted.values()]
                 for other in self.kv.uncache(state, state.num_computed_tokens, admitted):
@@ -632,7 +648,7 @@ class Scheduler:
             closed = "seats"
         return Plan(
             step=self._step,
-            scheduled=tuple(draft.scheduled.values()),
+            scheduled=ScheduledRows.of(draft.scheduled.values()),
             admitted=tuple(
                 [
                     Admission(state.request, seat, tuple(state.output_token_ids))
@@ -644,7 +660,7 @@ class Scheduler:
             aborted=tuple(draft.aborted),
             swapped=tuple(draft.swapped),
             transfers=self.kv.take_transfers(),
-            skipped=tuple(starmap(self._skipped, draft.skipped.items())) if draft.skipped else (),
+            skipped=SkippedRows.of(starmap(self._skipped, draft.skipped.items())) if draft.skipped else (),
             closed=closed,
         )
 
@@ -658,9 +674,11 @@ class Scheduler:
             if state.seat is not None
         )
 
-    def _update(self, state: RequestState, entry: Scheduled, result: StepResult, now: float) -> None:
+    def _update(
+        self, state: RequestState, start: int, num_tokens: int, samples: bool, result: StepResult, now: float
+    ) -> None:
         """Take in what a step did for a request; its `finish_reason` says whether that was its last."""
-        request_id, _, start, num_tokens, _, samples, _ = entry
+        request_id = state.id
         if result.failed and request_id in result.failed:
             state.finish_reason, state.error = "error", result.failed[request_id]
             # No other request may read what is in its blocks.
@@ -688,12 +706,8 @@ class Scheduler:
             state.finish_reason = "length"
 
     def _num_held_tokens(self) -> int:
-        """Return the tokens of unfinished requests in held blocks, shared ones counted once."""
+        """Return the tokens of unfinished requests in held blocks, where padding rows hold some, too."""
         size = self.kv.config.block_size
-        if not self._padding:
-            # A shared block is full: a block filled in part is copied before a second request writes it.
-            return self._num_kv_tokens - self.kv.num_shared_blocks * size
-        # Some references are those of padding rows, whose tokens do not count.
         in_block: dict[int, int] = {}
         for state in self._running:
             for place, block in enumerate(self.kv.table(state.id)):

@@ -1,12 +1,12 @@
 """The columns of a run: one value for each step or request, worked out for a whole decode run at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cbresearch.step import SKIP_REASONS, DecodeRun, Plan, PoolState, Segment
+from cbresearch.step import SKIP_REASONS, DecodeRun, PoolState
 from cbresearch.trace.records import RequestRecord, StepRecord, count_skipped
 from cbresearch.trace.steps import Part
 
@@ -16,8 +16,17 @@ Columns = Mapping[str, npt.NDArray[Any]]
 
 _TIMES = ("arrival", "queued", "first_scheduled", "first_token", "finish", "ttft", "tpot", "latency")
 _TOKENS = ("num_prompt_tokens", "num_output_tokens", "max_tokens")
-_SKIPPED = tuple((reason, f"num_skipped_for_{reason}") for reason in SKIP_REASONS)
+_TRANSFERS = ("copy", "swap_out", "swap_in")
 _COUNTS = ("num_preemptions", "num_cached_tokens", "num_recomputed_tokens")
+_NONE_SKIPPED = (0,) * len(SKIP_REASONS)
+_NAMES = (
+    *("step", "num_scheduled", "num_tokens", "num_prefill_tokens", "num_decode_tokens", "num_padding_rows"),
+    *("num_context_tokens", "num_sampled_tokens", "num_admitted", "num_preempted"),
+    *(f"num_skipped_for_{reason}" for reason in SKIP_REASONS),
+    "num_finished",
+    *PoolState._fields,
+    *("num_copied_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks"),
+)
 
 
 def step_columns(parts: Sequence[Part]) -> Columns:
@@ -33,22 +42,22 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     for part in parts:
         place = len(starts)
         if isinstance(part, StepRecord):
-            counts += (*_counts(part).values(), 0)
+            counts += (*_counts(part), 0)
             lengths.append(1)
             starts.append(part.start)
             durations.append(part.duration)
             device_durations.append(part.device_duration)
             finished += [place] * len(part.finished)
             continue
-        for segment, begin, end in part.bounds():
-            counts += (*_segment_counts(part, segment).values(), part.is_short)
-            lengths.append(end - begin)
+        for length, first in _segment_counts(part):
+            counts += (*first, part.is_short)
+            lengths.append(length)
         starts += (part.start, *part.ends[:-1])
         durations += part.durations
         device_durations += [None] * len(part)
         taken += [place + offset for offset in part.taken_in]
         finished += [place + offset for offset, ids in part.finished for _ in ids]
-    names = (*_ZEROS, "is_short")
+    names = (*_NAMES, "is_short")
     table = np.array(counts, dtype=np.int64).reshape(-1, len(names)).T
     columns = {name: np.repeat(values, lengths) for name, values in zip(names, table, strict=True)}
     # From step to step of a segment each row has one token more, and blocks are taken.
@@ -91,45 +100,44 @@ def fixed(columns: Columns) -> Columns:
     return columns
 
 
-def _counts(record: StepRecord) -> dict[str, int]:
+def _counts(record: StepRecord) -> tuple[int, ...]:
+    """Return the counts of a step, in the order of `_NAMES`."""
     plan, skipped = record.plan, record.num_skipped()
-    return {
-        "step": plan.step,
-        "num_scheduled": len(plan.scheduled),
-        "num_tokens": plan.num_tokens,
-        "num_prefill_tokens": plan.num_prefill_tokens,
-        "num_decode_tokens": plan.num_decode_tokens,
-        "num_padding_rows": len(plan.padding),
-        "num_context_tokens": plan.num_context_tokens,
-        "num_sampled_tokens": sum([entry.samples for entry in plan.scheduled]),
-        "num_admitted": len(plan.admitted),
-        "num_preempted": len(plan.preempted),
-        **{name: skipped.get(reason, 0) for reason, name in _SKIPPED},
-        "num_finished": len(record.finished),
-        **record.pool._asdict(),
-        "num_copied_blocks": plan.num_transfers("copy"),
-        "num_swapped_out_blocks": plan.num_transfers("swap_out"),
-        "num_swapped_in_blocks": plan.num_transfers("swap_in"),
-    }
+    num_prefill = num_context = num_decode = num_sampled = 0
+    for _, _, start, num_tokens, is_prefill, samples, _ in plan.rows:
+        num_prefill += num_tokens if is_prefill else 0
+        num_decode += not is_prefill
+        num_context += start + num_tokens
+        num_sampled += samples
+    num_padding = len(plan.padding)
+    return (
+        *(plan.step, len(plan.scheduled), num_prefill + num_decode + num_padding, num_prefill, num_decode),
+        *(num_padding, num_context + sum([row.context_length for row in plan.padding]), num_sampled),
+        *(len(plan.admitted), len(plan.preempted)),
+        *[skipped.get(reason, 0) for reason in SKIP_REASONS],
+        len(record.finished),
+        *record.pool,
+        *(map(plan.num_transfers, _TRANSFERS) if plan.transfers else (0, 0, 0)),
+    )
 
 
-def _segment_counts(run: DecodeRun, segment: Segment) -> dict[str, int]:
-    """Return the counts of a segment's first step, but for the blocks taken before it."""
-    num_rows, pool, rows = segment.num_rows, segment.pool, zip(run.starts, run.num_steps, strict=True)
-    skipped = count_skipped([reason for _, reason in run.skipped], segment.closed, pool.num_waiting)
-    context = num_rows * (segment.offset + 1) + sum([row.context_length for row in run.padding])
-    return {
-        **_ZEROS,
-        "step": run.first_step + segment.offset,
-        "num_scheduled": num_rows,
-        "num_tokens": num_rows + len(run.padding),
-        "num_decode_tokens": num_rows,
-        "num_padding_rows": len(run.padding),
-        "num_context_tokens": context + sum([start for start, last in rows if last > segment.offset]),
-        "num_sampled_tokens": num_rows,
-        **{name: skipped.get(reason, 0) for reason, name in _SKIPPED},
-        **pool._asdict(),
-    }
-
-
-_ZEROS = dict.fromkeys(_counts(StepRecord(0.0, 0.0, Plan(0, ()), (), PoolState(0, 0, 0, 0))), 0)
+def _segment_counts(run: DecodeRun) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each segment's length and the counts of its first step, but for the blocks taken before it."""
+    reasons = [reason for _, reason in run.skipped]
+    num_padding, padding_context = len(run.padding), sum([row.context_length for row in run.padding])
+    for segment, begin, end in run.bounds():
+        _, num_rows, closed, pool = segment
+        skipped = count_skipped(reasons, closed, pool[1]) if pool[1] or reasons else {}
+        starts = [start for start, last in zip(run.starts, run.num_steps, strict=True) if last > begin]
+        context = sum(starts) + num_rows * (begin + 1) + padding_context
+        yield (
+            end - begin,
+            (
+                *(run.first_step + begin, num_rows, num_rows + num_padding, 0, num_rows),
+                *(num_padding, context, num_rows, 0, 0),
+                *([skipped.get(reason, 0) for reason in SKIP_REASONS] if skipped else _NONE_SKIPPED),
+                0,
+                *pool,
+                *(0, 0, 0),
+            ),
+        )

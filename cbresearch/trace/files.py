@@ -58,24 +58,26 @@ def _cells(name: str, columns: Sequence[npt.NDArray[Any]]) -> Iterator[Sequence[
     """Yield the texts of columns; those of neighbours that seldom change are one text a row."""
     number = len(columns[0])
     yield [_text(name)] * number
-    for is_constant, group in groupby(columns, _seldom_changes):
+    changes = [values[1:] != values[:-1] if values.dtype.kind == "i" else None for values in columns]
+    for is_constant, group in groupby(zip(columns, changes, strict=True), _seldom_changes):
+        neighbours, changed = zip(*group, strict=True)
         if not is_constant:
-            yield from map(_texts, group)
+            yield from map(_texts, neighbours)
             continue
-        table = np.stack(list(group))
-        changes = (table[:, 1:] != table[:, :-1]).any(axis=0)
-        first = np.flatnonzero(np.append(True, changes))
-        texts = map(",".join, zip(*map(_texts, table[:, first]), strict=True))
+        first = np.flatnonzero(np.append(True, np.logical_or.reduce(changed)))
+        texts = map(",".join, zip(*[_texts(values[first]) for values in neighbours], strict=True))
         yield np.repeat(np.array(list(texts), dtype=object), np.diff(first, append=number)).tolist()
 
 
-def _seldom_changes(values: npt.NDArray[Any]) -> bool:
-    is_count = values.dtype.kind == "i"
-    return is_count and 4 * int(np.count_nonzero(values[1:] != values[:-1])) < len(values)
+def _seldom_changes(column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]) -> bool:
+    values, changes = column
+    return changes is not None and 4 * int(np.count_nonzero(changes)) < len(values)
 
 
 def _texts(values: npt.NDArray[Any]) -> list[str]:
     if values.dtype.kind == "f":
+        if np.isnan(values).all():
+            return [""] * len(values)
         texts = list(map(repr, values.tolist()))
         return [text.replace("nan", "") for text in texts] if np.isnan(values).any() else texts
     return list(map(str if values.dtype.kind == "i" else _text, values.tolist()))

@@ -69,7 +69,8 @@ class StepRecord:
     def num_skipped(self) -> Counter[str]:
         """Return how many requests the step did not serve, by reason, those that lost their seat aside."""
         plan = self.plan
-        lost = set(plan.preempted).difference([entry.request_id for entry in plan.scheduled])
+        lost = set(plan.preempted)
+        lost -= {request_id for request_id, *_ in plan.rows} if lost else set()
         listed = [reason for request_id, reason in plan.skipped if request_id not in lost]
         unserved = self.pool.num_running + self.pool.num_waiting - len(plan.scheduled) - len(lost)
         return count_skipped(listed, plan.closed, unserved)

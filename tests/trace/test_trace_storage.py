@@ -27,7 +27,6 @@ from cbresearch.step import (
     Plan,
     PoolState,
     Scheduled,
-    Segment,
     Skipped,
     Transfer,
 )
@@ -142,7 +141,7 @@ def decode_runs(draw):
         taken_in=tuple(sorted(column(st.integers(0, length - 1), taken))),
         taken_by=column(st.integers(0, rows - 1), taken),
         blocks=column(COUNTS, taken),
-        segments=(Segment(0, rows, draw(st.sampled_from([None, "budget"])), draw(POOLS)),),
+        segments=((0, rows, draw(st.sampled_from([None, "budget"])), tuple(draw(POOLS))),),
         finished=((length - 1, draw(tuples(NAMES))),),
         freed=((length - 1, draw(tuples(COUNTS))),),
         events=draw(EVENTS),
