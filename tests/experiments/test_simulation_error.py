@@ -73,7 +73,7 @@ def test_drift_corrected_durations_do_not_follow_the_speed_of_the_computer():
         def execute(self, plan):
             self.speed = 1 if plan.step < 10 else 3
             result = super().execute(plan)
-            return replace(result, duration=result.duration * self.speed)
+            return result._replace(duration=result.duration * self.speed)
 
     uneven = Uneven(Linear(0.01, 0.001))
     uneven.speed = 1
