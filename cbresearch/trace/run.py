@@ -1,7 +1,7 @@
 """A run: its limits, its records, and the columns that are worked out from them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -143,25 +143,16 @@ class Trace:
 
         return pd.DataFrame(dict(self.request_columns))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the limits of the run and its requests as plain values for `results.json`."""
-        names = ("id", "tokens", "arrival", "first_token", "finish", "error")
-        return {
-            "policy": self.policy,
-            "limits": {**asdict(self.scheduler), **asdict(self.cache)},
-            "requests": [
-                {**{name: getattr(record, name) for name in names}, "preemptions": record.num_preemptions}
-                for record in self.requests
-            ],
-        }
-
     def save(self, path: str | Path) -> Path:
         """Write the whole trace as JSON lines, which `trace.load` reads back bit for bit.
 
         Args:
             path: Where to write it, whole or not at all; with the ending ".gz" it is compressed.
         """
-        path, header = Path(path), Header(self.policy, self.scheduler, self.cache, self.origin)
+        path, header = (
+            Path(path),
+            Header("cbresearch.trace", 1, self.policy, self.scheduler, self.cache, self.origin),
+        )
         write_whole(path, written(path, header, self.parts, self.requests))
         return path
 
@@ -179,4 +170,4 @@ def load(path: str | Path) -> Trace:
         ValueError: It is no trace; the message names the file, the line and what is wrong there.
     """
     header, parts, requests = read(Path(path))
-    return Trace(**vars(header), steps=Steps(parts), requests=requests)
+    return Trace(header.policy, header.scheduler, header.cache, Steps(parts), requests, header.origin)
