@@ -296,7 +296,7 @@ class BlockManager:
         for place, block in enumerate(moved):
             target = NULL_BLOCK if block == NULL_BLOCK else host.host_block.get(block)
             if target is None:
-                target = host.take()
+                target = host.free.pop()
                 pairs.append((block, target))
                 if (place + 1) * self._block_size <= num_computed:
                     host.mirror(block, target)
@@ -305,25 +305,23 @@ class BlockManager:
         self._free_table(request_id)
         return tuple(pairs)
 
-    def can_move_to_device(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether a swapped request could come back now and then hold `num_tokens` tokens."""
-        table, mirrored = self._host.tables[request_id], self._mirrored(request_id)
-        num_null = sum(block == NULL_BLOCK for block in table)
-        num_wanted = self._at_most(max(self.blocks_for(num_tokens), len(table)) - num_null)
-        evictable = self.num_free_blocks - sum(block in self._unreferenced for block in mirrored.values())
-        return num_wanted - len(mirrored) <= evictable
-
-    def move_to_device(self, request_id: str) -> tuple[Pair, ...] | None:
+    def move_to_device(self, request_id: str, num_tokens: int) -> tuple[Pair, ...] | None:
         """Move a request back to the device's pool; `table` has its blocks then.
+
+        Args:
+            request_id: Id of the request.
+            num_tokens: All its known tokens, for which there has to be room.
 
         Returns:
             The (host block, device block) pairs to copy, or None if too few blocks are free; then nothing has
             changed.
         """
-        host, mirrored = self._host, self._mirrored(request_id)
-        wanted = [block for block in host.tables[request_id] if block != NULL_BLOCK and block not in mirrored]
+        host, table, mirrored = self._host, self._host.tables[request_id], self._mirrored(request_id)
+        wanted = [block for block in table if block != NULL_BLOCK and block not in mirrored]
+        num_known = len(wanted) + len(mirrored)
+        num_needed = self._at_most(self.blocks_for(num_tokens) - len(table) + num_known)
         unpinned = sum(block in self._unreferenced for block in mirrored.values())
-        if len(wanted) > self.num_free_blocks - unpinned:
+        if max(num_needed, num_known) - len(mirrored) > self.num_free_blocks - unpinned:
             return None
         # Pinned first: what is there already can then not be evicted to make room for the rest.
         for block in mirrored.values():
@@ -332,7 +330,7 @@ class BlockManager:
             self._evict(len(wanted))
         pairs = list(zip(wanted, self._take(len(wanted)) if wanted else (), strict=True))
         place_of = {NULL_BLOCK: NULL_BLOCK, **mirrored, **dict(pairs)}
-        self._tables[request_id] = [place_of[block] for block in host.tables[request_id]]
+        self._tables[request_id] = [place_of[block] for block in table]
         for source, target in pairs:
             if host.is_shared(source):
                 # The copy of another request stays, and only what is full is shared.
@@ -351,9 +349,7 @@ class BlockManager:
         elif request_id in self._host.tables:
             self._host.drop(request_id)
         else:
-            raise ValueError(
-                f"request {request_id!r} holds no blocks; it was never allocated or already freed"
-            )
+            raise ValueError(f"request {request_id!r} holds no blocks: never allocated, or freed already")
 
     def take_events(self) -> BlockEvents:
         """Return what became of blocks since the last call."""

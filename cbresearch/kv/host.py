@@ -22,10 +22,6 @@ class HostPool:
         self._ref_counts = [0] * num_blocks
         self._events = events
 
-    def take(self) -> int:
-        """Return a free block, which is not free any more."""
-        return self.free.pop()
-
     def is_shared(self, host_block: int) -> bool:
         """Return whether several swapped requests refer to a block."""
         return self._ref_counts[host_block] > 1
@@ -35,10 +31,8 @@ class HostPool:
         self.device_block[host_block], self.host_block[device_block] = device_block, host_block
 
     def unmirror(self, device_block: int) -> None:
-        """Drop the pair that a device block is in: its content is about to go."""
-        host_block = self.host_block.pop(device_block, None)
-        if host_block is not None:
-            del self.device_block[host_block]
+        """Drop the pair that a device block is in, if any: the content of one of them is about to go."""
+        self.device_block.pop(self.host_block.pop(device_block, NULL_BLOCK), None)
 
     def hold(self, request_id: str, table: Sequence[int]) -> None:
         """Give a request its table."""
@@ -55,9 +49,7 @@ class HostPool:
                 continue
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
-                device_block = self.device_block.pop(block, None)
-                if device_block is not None:
-                    del self.host_block[device_block]
+                self.unmirror(self.device_block.get(block, NULL_BLOCK))
                 self.free.append(block)
                 self._events.host_freed.append(block)
 

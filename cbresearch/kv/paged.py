@@ -1,11 +1,11 @@
 """The paged KV manager: what one request takes, shares, swaps and gives back."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from cbresearch.config import CacheConfig
 from cbresearch.kv.block_manager import BlockManager
 from cbresearch.kv.interface import NULL_BLOCK
-from cbresearch.kv.prefix_cache import Content, ExtraKeys, digest_of
+from cbresearch.kv.prefix_cache import ExtraKeys
 from cbresearch.request import Request, RequestState
 from cbresearch.step import Transfer
 
@@ -16,19 +16,14 @@ class PagedKV(BlockManager):
     Args:
         config: The pools' sizes, and whether prefixes are cached.
         max_chunk: Most tokens of one request that a step computes; it bounds what a sliding window holds.
-        digest: Maps a block's content to its digest; a test may give a bad one.
         recomputes_last: Whether a finished request's last position may be computed over again (a padding
             row), so that what it attends to has to stay.
     """
 
     def __init__(
-        self,
-        config: CacheConfig,
-        max_chunk: int | None = None,
-        digest: Callable[[Content], bytes] = digest_of,
-        recomputes_last: bool = False,
+        self, config: CacheConfig, max_chunk: int | None = None, recomputes_last: bool = False
     ) -> None:
-        super().__init__(config, max_chunk, digest)
+        super().__init__(config, max_chunk)
         self._num_recomputed = int(recomputes_last)
         self._transfers: list[Transfer] = []
 
@@ -112,17 +107,14 @@ class PagedKV(BlockManager):
 
     def swap_in(self, state: RequestState) -> bool:
         """Bring a request's KV back to the device, if there is room for it and its next tokens."""
-        if not self.can_move_to_device(state.id, state.num_tokens):
+        pairs = self.move_to_device(state.id, state.num_tokens)
+        if pairs is None:
             return False
-        pairs = self.move_to_device(state.id)
-        assert pairs is not None
         self._transfers += [Transfer("swap_in", source, target) for source, target in pairs]
         return True
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Return the copies that became necessary since the last call, in their order."""
-        if not self._transfers:
-            return ()
         taken, self._transfers = tuple(self._transfers), []
         return taken
 

@@ -130,12 +130,8 @@ class PrefixCache:
 
     def check(self) -> set[int]:
         """Prove that the index and the contents agree; return the blocks that can be found."""
-        named = {block for block, content in enumerate(self._contents) if content is not None}
-        assert sorted(self._index.values()) == sorted(named), "the index differs from the blocks' contents"
-        for block in named:
-            content = self._contents[block]
-            assert content is not None
-            assert self._index[self._digest(content)] == block, (
-                f"block {block} is indexed under a false digest"
-            )
-        return named
+        known = {block: content for block, content in enumerate(self._contents) if content is not None}
+        assert sorted(self._index.values()) == list(known), "the index differs from the blocks' contents"
+        for block, content in known.items():
+            assert self._index[self._digest(content)] == block, f"block {block} has a false digest"
+        return set(known)
