@@ -1,21 +1,13 @@
 """Bookkeeping of the KV pool: paged blocks on two tiers, and the contiguous baselines."""
 
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.kv.block_manager import BlockManager
-from cbresearch.kv.contiguous import BuddyAllocator, ContiguousKV, reserved_tokens
-from cbresearch.kv.interface import NULL_BLOCK, KVManager
-from cbresearch.kv.paged import PagedKV
-
-__all__ = [
-    "NULL_BLOCK",
-    "BlockManager",
-    "BuddyAllocator",
-    "ContiguousKV",
-    "KVManager",
-    "PagedKV",
-    "build",
-    "reserved_tokens",
-]
+from cbresearch.kv.block_manager import BlockManager as BlockManager
+from cbresearch.kv.contiguous import BuddyAllocator as BuddyAllocator
+from cbresearch.kv.contiguous import ContiguousKV as ContiguousKV
+from cbresearch.kv.contiguous import reserved_tokens as reserved_tokens
+from cbresearch.kv.interface import NULL_BLOCK as NULL_BLOCK
+from cbresearch.kv.interface import KVManager as KVManager
+from cbresearch.kv.paged import PagedKV as PagedKV
 
 
 def build(cache: CacheConfig, limits: SchedulerConfig, recomputes_last: bool) -> KVManager:

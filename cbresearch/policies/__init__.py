@@ -6,26 +6,15 @@ from typing import NamedTuple, TypeVar
 
 from cbresearch import names
 from cbresearch.policies import base, batching, fairness, memory, servers, size, urgency
-from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
-from cbresearch.policies.memory import Admitting
-from cbresearch.policies.size import Ranked
-
-__all__ = [
-    "Admitting",
-    "Entry",
-    "Policy",
-    "Proposal",
-    "Ranked",
-    "View",
-    "available",
-    "get",
-    "in_turn",
-    "joining",
-    "queued",
-    "register",
-    "table",
-    "whole",
-]
+from cbresearch.policies.base import Policy as Policy
+from cbresearch.policies.base import Proposal as Proposal
+from cbresearch.policies.base import View as View
+from cbresearch.policies.base import in_turn as in_turn
+from cbresearch.policies.base import joining as joining
+from cbresearch.policies.base import queued as queued
+from cbresearch.policies.base import whole as whole
+from cbresearch.policies.memory import Admitting as Admitting
+from cbresearch.policies.size import Ranked as Ranked
 
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
