@@ -1,6 +1,6 @@
 """The attention function that transformers' models call, and the choice of what computes it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -109,16 +109,11 @@ def attention_function(
     layer: int = module.layer_idx  # type: ignore[assignment]
     window = sliding_window if sliding_window is not None else step.windows[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    tensors = (layer, query, key, value)
-    if isinstance(step, NativeStep):
-        attended = attend_natively(step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
-    elif isinstance(step, KernelInputs):
-        attended = attend_with_triton(
-            step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux
-        )
-    else:
-        attended = attend_with_torch(step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
-    return attended, None
+    attend: Callable[..., Tensor] = attend_with_torch
+    if not isinstance(step, PagedStep):
+        attend = attend_natively if isinstance(step, NativeStep) else attend_with_triton
+    how = {"scale": scale, "window": window, "softcap": softcap, "sinks": s_aux}
+    return attend(step, layer, query, key, value, **how), None
 
 
 def _of_backend(step: PagedStep) -> PagedStep | KernelInputs | NativeStep:

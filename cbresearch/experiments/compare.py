@@ -119,7 +119,7 @@ class Comparison:
             reporting: The SLO and the price, for goodput and the cost of tokens.
         """
         names = ("id", "tokens", "arrival", "first_token", "finish", "error")
-        runs = [
+        runs: list[dict[str, Any]] = [
             {
                 "policy": trace.policy,
                 "limits": {**asdict(trace.scheduler), **asdict(trace.cache)},

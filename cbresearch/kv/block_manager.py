@@ -58,7 +58,7 @@ class BlockManager:
         self._events = EventLog()
         self._prefixes = PrefixCache(config.num_blocks, config.block_size, digest, self._events)
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
-        self._num_extra_references = 0
+        self.num_shared_blocks = 0
         self._host = HostPool(config.num_host_blocks, self._events)
 
     @property
@@ -85,11 +85,6 @@ class BlockManager:
     def num_held_host_blocks(self) -> int:
         """Return how many blocks of the host's pool are held, a shared one counted once."""
         return self.config.num_host_blocks - len(self._host.free)
-
-    @property
-    def num_shared_blocks(self) -> int:
-        """Return the references to blocks beyond the first of each."""
-        return self._num_extra_references
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
@@ -316,7 +311,8 @@ class BlockManager:
             The (host block, device block) pairs to copy, or None if too few blocks are free; then nothing has
             changed.
         """
-        host, table, mirrored = self._host, self._host.tables[request_id], self._mirrored(request_id)
+        host, table = self._host, self._host.tables[request_id]
+        mirrored = {block: host.device_block[block] for block in table if block in host.device_block}
         wanted = [block for block in table if block != NULL_BLOCK and block not in mirrored]
         num_known = len(wanted) + len(mirrored)
         num_needed = self._at_most(self.blocks_for(num_tokens) - len(table) + num_known)
@@ -361,7 +357,7 @@ class BlockManager:
         table.reverse()
         blocks = table if self.config.sliding_window is None else [block for block in table if block >= 0]
         counts = self._ref_counts
-        if self._prefixes.is_empty and not (self._num_extra_references or self._host.host_block):
+        if self._prefixes.is_empty and not (self.num_shared_blocks or self._host.host_block):
             # Nothing is cached, shared or there twice: the blocks go back as they are.
             for block in blocks:
                 if not counts[block]:
@@ -384,14 +380,9 @@ class BlockManager:
                 f"request {request_id!r} holds blocks already; only a new table can share a prefix"
             )
 
-    def _mirrored(self, request_id: str) -> dict[int, int]:
-        """Return the device blocks that hold what some of a swapped request's host blocks hold."""
-        mirrored = self._host.device_block
-        return {block: mirrored[block] for block in self._host.tables[request_id] if block in mirrored}
-
     def _refer(self, block: int) -> None:
         if self._ref_counts[block]:
-            self._num_extra_references += 1
+            self.num_shared_blocks += 1
         else:
             del self._unreferenced[block]
         self._ref_counts[block] += 1
@@ -409,7 +400,7 @@ class BlockManager:
             raise ValueError(f"block {block} is free already")
         self._ref_counts[block] = count - 1
         if count > 1:
-            self._num_extra_references -= 1
+            self.num_shared_blocks -= 1
             return
         self._events.freed.append(block)
         if self._prefixes.holds(block):
@@ -447,7 +438,7 @@ class BlockManager:
         assert all(references[block] == 0 for block in free | cached), "a block is held and free at once"
         held = {block for block, count in enumerate(references) if count}
         assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
-        assert sum(references) - len(held) == self._num_extra_references, "shared blocks are miscounted"
+        assert sum(references) - len(held) == self.num_shared_blocks, "shared blocks are miscounted"
         assert cached <= self._prefixes.check(), "a block without content is kept as cached"
         assert not self._tables.keys() & self._host.tables.keys(), "a request is on both tiers"
         self._host.check()

@@ -20,10 +20,12 @@ class KVManager(Protocol):
     Attributes:
         config: The pool's sizes and what it can do.
         num_blocks: Blocks in the pool.
+        num_shared_blocks: References to blocks beyond the first of each.
     """
 
     config: CacheConfig
     num_blocks: int
+    num_shared_blocks: int
 
     @property
     def num_free_blocks(self) -> int:
@@ -40,10 +42,6 @@ class KVManager(Protocol):
     @property
     def num_unusable_blocks(self) -> int:
         """Blocks that are neither held nor to be had."""
-
-    @property
-    def num_shared_blocks(self) -> int:
-        """References to blocks beyond the first of each."""
 
     @property
     def num_held_host_blocks(self) -> int:

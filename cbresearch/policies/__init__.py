@@ -33,19 +33,6 @@ class Entry(NamedTuple):
     source: str
 
 
-_ALIASES = {
-    "max_utilization": Entry(
-        "Admit what fits now and preempt the latest when memory runs out, which is what `fcfs` does.",
-        "memory",
-        "TensorRT-LLM, MAX_UTILIZATION",
-    ),
-    "splitfuse": Entry(
-        "Fill each step to the token budget with split and composed prompts, in the order of `sarathi`.",
-        "batching",
-        "Dynamic SplitFuse (DeepSpeed-FastGen, 2024)",
-    ),
-}
-
 # The one registry of the package: a notebook cell adds to it, and every entry point looks names up in it. It
 # starts with the classes that say where their rule was published; the others are bases.
 _REGISTRY: dict[str, type[Policy]] = {
@@ -53,7 +40,7 @@ _REGISTRY: dict[str, type[Policy]] = {
     for module in (base, batching, fairness, memory, servers, size, urgency)
     for policy in vars(module).values()
     if isinstance(policy, type) and issubclass(policy, Policy) and "source" in vars(policy)
-} | {"max_utilization": Policy, "splitfuse": servers.Sarathi}
+}
 
 
 def register(policy: PolicyClass) -> PolicyClass:
@@ -79,13 +66,13 @@ def available() -> Mapping[str, str]:
 
 def table() -> Mapping[str, Entry]:
     """Return the known policies by name, each with its one-line rule, its family and its source."""
-    return {name: _ALIASES.get(name) or _entry(policy) for name, policy in sorted(_REGISTRY.items())}
-
-
-def _entry(policy: type[Policy]) -> Entry:
-    rule = (inspect.getdoc(policy) or "").partition("\n")[0]
-    # A base's source is not that of a policy derived from it.
-    return Entry(rule, policy.family, vars(policy).get("source", ""))
+    return {
+        # A base's source is not that of a policy derived from it.
+        name: Entry(
+            (inspect.getdoc(policy) or "").split("\n")[0], policy.family, vars(policy).get("source", "")
+        )
+        for name, policy in sorted(_REGISTRY.items())
+    }
 
 
 def get(name: str | Policy) -> Policy:

@@ -1,11 +1,11 @@
 """A run: its limits, its records, and the columns that are worked out from them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,27 +20,9 @@ from cbresearch.trace.storage import Header, read, written
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Stay", "Trace", "load"]
+__all__ = ["Trace", "load"]
 
 T = TypeVar("T")
-
-
-class Stay(NamedTuple):
-    """A request's uninterrupted stay in a seat.
-
-    Attributes:
-        request_id: Id of the request.
-        seat: Its row in the batch.
-        first_step: Index of the first step of the stay.
-        last_step: Index of the last one.
-        num_padding_steps: Steps at the end of the stay in which the row was computed for nothing.
-    """
-
-    request_id: str
-    seat: int
-    first_step: int
-    last_step: int
-    num_padding_steps: int
 
 
 @dataclass(frozen=True)
@@ -114,22 +96,6 @@ class Trace:
     def duration(self) -> float:
         """Return the seconds from the start of the run to the end of its last step."""
         return self.steps[-1].end if self.steps else 0.0
-
-    def stays(self) -> Iterator[Stay]:
-        """Yield each stay of a request in a seat: those that a preemption ended first, in no other order."""
-        stays: dict[str, Stay] = {}
-        for record in self.steps:
-            plan, step = record.plan, record.plan.step
-            for request, seat, _ in plan.admitted:
-                stays[request.id] = Stay(request.id, seat, step, step, 0)
-            yield from map(stays.pop, plan.preempted)
-            for entry in plan.scheduled:
-                stays[entry.request_id] = stays[entry.request_id]._replace(last_step=step)
-            for row in plan.padding:
-                stay = stays[row.request_id]
-                num_padding = stay.num_padding_steps + 1
-                stays[row.request_id] = stay._replace(last_step=step, num_padding_steps=num_padding)
-        yield from stays.values()
 
     def steps_frame(self) -> "pd.DataFrame":
         """Return `step_columns` as a pandas frame."""
