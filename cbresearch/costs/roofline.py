@@ -26,9 +26,8 @@ CARDS: Mapping[str, Hardware] = MappingProxyType(
 
 def num_query_key_pairs(entries: Iterable[Scheduled]) -> int:
     """Return the (query, key) pairs that causal attention computes: a query sees the tokens up to its own."""
-    return sum(
-        entry.num_tokens * entry.start + entry.num_tokens * (entry.num_tokens + 1) // 2 for entry in entries
-    )
+    sizes = ((entry.start, entry.num_tokens) for entry in entries)
+    return sum(number * start + number * (number + 1) // 2 for start, number in sizes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from cbresearch.config import CacheConfig
-from cbresearch.kv.block_manager import BlockManager
+from cbresearch.kv.block_manager import BlockManager, Pair
 from cbresearch.kv.interface import NULL_BLOCK
 from cbresearch.kv.prefix_cache import ExtraKeys
 from cbresearch.request import Request, RequestState
@@ -66,9 +66,8 @@ class PagedKV(BlockManager):
         state.num_skipped_tokens = size * num_skipped
         if num_copies:
             # The one block that it shares and writes: the copy stands in its table before anything reads it.
-            pairs = self.copy_on_write(state.id, num_cached // size)
-            assert pairs is not None
-            self._transfers += [Transfer("copy", source, target) for source, target in pairs]
+            is_copied = self._note("copy", self.copy_on_write(state.id, num_cached // size))
+            assert is_copied
         return True
 
     def update(self, state: RequestState, start: int) -> None:
@@ -99,24 +98,21 @@ class PagedKV(BlockManager):
 
     def swap_out(self, state: RequestState) -> bool:
         """Move a request's KV to the host, if it has any and the host has room."""
-        pairs = self.move_to_host(state.id, state.num_computed_tokens)
-        if pairs is None:
-            return False
-        self._transfers += [Transfer("swap_out", source, target) for source, target in pairs]
-        return True
+        return self._note("swap_out", self.move_to_host(state.id, state.num_computed_tokens))
 
     def swap_in(self, state: RequestState) -> bool:
         """Bring a request's KV back to the device, if there is room for it and its next tokens."""
-        pairs = self.move_to_device(state.id, state.num_tokens)
-        if pairs is None:
-            return False
-        self._transfers += [Transfer("swap_in", source, target) for source, target in pairs]
-        return True
+        return self._note("swap_in", self.move_to_device(state.id, state.num_tokens))
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Return the copies that became necessary since the last call, in their order."""
         taken, self._transfers = tuple(self._transfers), []
         return taken
+
+    def _note(self, kind: str, pairs: Iterable[Pair] | None) -> bool:
+        """Note that blocks have to be copied; None, which is no room, is False."""
+        self._transfers += [Transfer(kind, *pair) for pair in pairs or ()]
+        return pairs is not None
 
 
 def extra_keys_of(request: Request) -> ExtraKeys:
