@@ -1,12 +1,12 @@
 """Bookkeeping of the paged KV pool (vLLM, SOSP'23, section 4): tables, reference counts, reuse."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cbresearch.config import CacheConfig
 from cbresearch.kv.host import HostPool, num_references
 from cbresearch.kv.interface import NULL_BLOCK, EventLog
-from cbresearch.kv.prefix_cache import Content, ExtraKeys, PrefixCache, digest_of
+from cbresearch.kv.prefix_cache import ExtraKeys, PrefixCache
 from cbresearch.request import Request
 from cbresearch.step import BlockEvents
 
@@ -32,18 +32,12 @@ class BlockManager:
     Args:
         config: The pools' sizes, and whether prefixes are cached.
         max_chunk: Most tokens of one request that a step computes; it bounds what a sliding window holds.
-        digest: Maps a block's content to its digest; a test may give a bad one.
     """
 
     num_unusable_blocks = 0
     """Blocks that are neither held nor to be had; paging has none."""
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        max_chunk: int | None = None,
-        digest: Callable[[Content], bytes] = digest_of,
-    ) -> None:
+    def __init__(self, config: CacheConfig, max_chunk: int | None = None) -> None:
         self.config = config
         self.num_blocks = config.num_blocks
         self._block_size = config.block_size
@@ -56,7 +50,7 @@ class BlockManager:
         self._ref_counts = [0] * config.num_blocks
         self._tables: dict[str, list[int]] = {}
         self._events = EventLog()
-        self._prefixes = PrefixCache(config.num_blocks, config.block_size, digest, self._events)
+        self._prefixes = PrefixCache(config.num_blocks, config.block_size, self._events)
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
         self.num_shared_blocks = 0
         self._host = HostPool(config.num_host_blocks, self._events)
@@ -228,18 +222,6 @@ class BlockManager:
         """
         if self.config.prefix_caching:
             self._prefixes.enter(request_id, self._tables[request_id], token_ids, num_computed, extra_keys)
-
-    def uncache_blocks(self, request_id: str, num_computed: int) -> tuple[int, ...]:
-        """Take a request's blocks out of the prefix cache, where they were cached before their time.
-
-        Args:
-            request_id: Id of the request.
-            num_computed: Tokens whose KV is in the pool after all.
-
-        Returns:
-            The blocks taken out; a request that shares one of them shares nothing.
-        """
-        return self._prefixes.leave(request_id, self._tables[request_id], num_computed)
 
     def num_skipped_blocks(self, num_computed: int) -> int:
         """Return how many of a request's first blocks no later token attends to, with a sliding window W.

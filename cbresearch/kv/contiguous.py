@@ -156,7 +156,8 @@ class ContiguousKV(KVManager):
         self._buddies = BuddyAllocator(config.num_blocks)
         self._events = EventLog()
         self._runs: dict[str, range] = {}
-        self._num_held = 0
+        # In a run but not in its reservation: the allocator's rounding.
+        self.num_unusable_blocks = 0
 
     @property
     def num_free_blocks(self) -> int:
@@ -166,12 +167,7 @@ class ContiguousKV(KVManager):
     @property
     def num_held_blocks(self) -> int:
         """Return how many blocks are reserved, whether or not they hold tokens yet."""
-        return self._num_held
-
-    @property
-    def num_unusable_blocks(self) -> int:
-        """Return how many blocks lie in a run but not in its reservation: the allocator's rounding."""
-        return self.num_blocks - self.num_free_blocks - self._num_held
+        return self.num_blocks - self.num_free_blocks - self.num_unusable_blocks
 
     def max_blocks_needed(self, request: Request) -> int:
         """Return the blocks that a request's run takes from an empty pool, rounding included.
@@ -205,7 +201,7 @@ class ContiguousKV(KVManager):
         if address is None:
             return False
         self._runs[state.id] = range(address, address + reserved)
-        self._num_held += reserved
+        self.num_unusable_blocks += next_power_of_two(reserved) - reserved
         state.num_computed_tokens, state.num_transferred_tokens = state.num_transferred_tokens, 0
         return True
 
@@ -247,7 +243,7 @@ class ContiguousKV(KVManager):
         run = self._runs.pop(request_id, None)
         if run is None:
             raise ValueError(f"request {request_id!r} holds no blocks: never allocated, or freed already")
-        self._num_held -= len(run)
+        self.num_unusable_blocks -= next_power_of_two(len(run)) - len(run)
         self._events.freed += run
         self._buddies.release(run.start)
 
@@ -265,7 +261,7 @@ class ContiguousKV(KVManager):
         orders = {run.start: (len(run) - 1).bit_length() for run in self._runs.values()}
         assert len(orders) == len(self._runs), "two requests hold one run"
         assert orders == self._buddies.held_runs, "the runs differ from the allocator's"
-        assert self._num_held == sum(map(len, self._runs.values())), "held blocks are miscounted"
+        assert self.num_held_blocks == sum(map(len, self._runs.values())), "held blocks are miscounted"
         for request_id, run in self._runs.items():
             assert run, f"request {request_id!r} has an empty run"
 

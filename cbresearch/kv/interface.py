@@ -21,11 +21,13 @@ class KVManager(Protocol):
         config: The pool's sizes and what it can do.
         num_blocks: Blocks in the pool.
         num_shared_blocks: References to blocks beyond the first of each.
+        num_unusable_blocks: Blocks that are neither held nor to be had.
     """
 
     config: CacheConfig
     num_blocks: int
     num_shared_blocks: int
+    num_unusable_blocks: int
 
     @property
     def num_free_blocks(self) -> int:
@@ -38,10 +40,6 @@ class KVManager(Protocol):
     @property
     def num_cached_blocks(self) -> int:
         """Blocks that hold a cached prefix and have no reference."""
-
-    @property
-    def num_unusable_blocks(self) -> int:
-        """Blocks that are neither held nor to be had."""
 
     @property
     def num_held_host_blocks(self) -> int:

@@ -93,7 +93,7 @@ class PagedKV(BlockManager):
         """Take a request's blocks behind its first `num_computed` tokens out of the prefix cache."""
         if not self.config.prefix_caching:
             return []
-        taken = set(self.uncache_blocks(state.id, num_computed))
+        taken = set(self._prefixes.leave(state.id, self._tables[state.id], num_computed))
         return [other for other in others if other is not state and taken & {*self.table(other.id)}]
 
     def swap_out(self, state: RequestState) -> bool:

@@ -389,7 +389,7 @@ def test_contiguous_kv_refuses_a_paged_or_unknown_configuration():
         lambda pool: pool._runs.pop("a"),
         lambda pool: pool._runs.__setitem__("c", pool._runs["a"]),
         lambda pool: pool._runs.__setitem__("a", range(8, 10)),
-        lambda pool: setattr(pool, "_num_held", 4),
+        lambda pool: setattr(pool, "num_unusable_blocks", 4),
         lambda pool: setattr(pool._buddies, "num_free_blocks", 7),
         lambda pool: split_a_free_run(pool._buddies),
     ],
