@@ -129,14 +129,9 @@ def _attend_fused(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
 
 
 def _attend_by_scores(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return the attention with capped scores (Gemma 2, arXiv 2408.00118, 2) or sinks (gpt-oss).
 
     Args:

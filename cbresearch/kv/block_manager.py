@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from cbresearch.config import CacheConfig
-from cbresearch.kv.host import HostPool, num_references
+from cbresearch.kv.host import HostPool, check_references
 from cbresearch.kv.interface import NULL_BLOCK, EventLog
 from cbresearch.kv.prefix_cache import ExtraKeys, PrefixCache
 from cbresearch.request import Request
@@ -408,19 +408,13 @@ class BlockManager:
         Raises:
             AssertionError: A block is lost, held and free at once, miscounted, or cached under a false name.
         """
-        references = num_references(self._tables.values(), self.num_blocks)
         for request_id, table in self._tables.items():
             assert table, f"request {request_id!r} has an empty table"
             held_here = [block for block in table if block != NULL_BLOCK]
             assert len(set(held_here)) == len(held_here), f"request {request_id!r} holds a block twice"
-        assert references == self._ref_counts, "reference counts differ from the tables"
-        free, cached = set(self._free), set(self._unreferenced)
-        assert len(free) == len(self._free), "a block is in the free list twice"
-        assert not free & cached, "a block is free and cached at once"
-        assert all(references[block] == 0 for block in free | cached), "a block is held and free at once"
-        held = {block for block, count in enumerate(references) if count}
-        assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
-        assert sum(references) - len(held) == self.num_shared_blocks, "shared blocks are miscounted"
+        cached = self._unreferenced.keys()
+        held = check_references("device", self._tables.values(), self._ref_counts, [*self._free, *cached])
+        assert sum(self._ref_counts) - len(held) == self.num_shared_blocks, "shared blocks are miscounted"
         assert cached <= self._prefixes.check(), "a block without content is kept as cached"
         assert not self._tables.keys() & self._host.tables.keys(), "a request is on both tiers"
         self._host.check()

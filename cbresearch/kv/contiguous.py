@@ -27,9 +27,7 @@ def reserved_tokens(request: Request, reservation: str, max_model_len: int | Non
     Raises:
         ValueError: The reservation is unknown, or "max" lacks a `max_model_len`.
     """
-    output = request.max_tokens
-    if request.output_length is not None:
-        output = min(output, request.output_length)
+    output = min(request.max_tokens, request.output_length or request.max_tokens)
     needed = request.num_prompt_tokens + output
     if reservation == "oracle":
         return needed - 1

@@ -1,5 +1,6 @@
 """The host's pool, to which preempted requests are swapped out."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cbresearch.kv.interface import NULL_BLOCK, EventLog
@@ -55,22 +56,24 @@ class HostPool:
 
     def check(self) -> None:
         """Prove the pool's invariants; raises AssertionError where one does not hold."""
-        references = num_references(self.tables.values(), len(self._ref_counts))
-        assert references == self._ref_counts, "the host's reference counts differ from its tables"
-        held = {block for block, count in enumerate(references) if count}
-        assert len(set(self.free)) == len(self.free), "a host block is in the free list twice"
-        assert not held & set(self.free), "a host block is held and free at once"
-        assert len(held) + len(self.free) == len(references), "a host block is lost"
+        held = check_references("host", self.tables.values(), self._ref_counts, self.free)
         mirrored = {host: device for device, host in self.host_block.items()}
         assert mirrored == self.device_block, "mirrored blocks disagree"
         assert self.device_block.keys() <= held, "a free host block is mirrored"
 
 
-def num_references(tables: Iterable[list[int]], num_blocks: int) -> list[int]:
-    """Return how many of the tables refer to each block."""
-    counts = [0] * num_blocks
-    for table in tables:
-        for block in table:
-            if block != NULL_BLOCK:
-                counts[block] += 1
-    return counts
+def check_references(
+    pool: str, tables: Iterable[list[int]], ref_counts: Sequence[int], free: Sequence[int]
+) -> set[int]:
+    """Prove that each block of a pool is held or free, once; return those that tables refer to.
+
+    Raises:
+        AssertionError: A block is miscounted, free twice, held and free at once, or lost.
+    """
+    found = Counter([block for table in tables for block in table if block != NULL_BLOCK])
+    counted = {block: count for block, count in enumerate(ref_counts) if count}
+    assert found == counted, f"the {pool}'s reference counts differ from its tables"
+    assert len(set(free)) == len(free), f"a block of the {pool} is free, or free and cached, twice"
+    assert not found.keys() & set(free), f"a block of the {pool} is held and free at once"
+    assert len(found) + len(free) == len(ref_counts), f"a block of the {pool} is lost"
+    return set(found)
