@@ -156,7 +156,7 @@ def _shape_fields(look: Look) -> dict[str, Any]:
     num_sliding, window = sum(kind in _SLIDING_KINDS for kind in kinds), _first(look, _WINDOW)
     if num_sliding and window is None:
         raise ValueError(f"the model's config has {num_sliding} windowed layers, but no 'sliding_window'")
-    _refuse_differing(look, 0 < num_sliding < len(kinds))
+    _reject_differing(look, 0 < num_sliding < len(kinds))
     longest = _first(look, _MAX_MODEL_LEN)
     shape: dict[str, Any] = {
         "num_layers": len(kinds),
@@ -217,8 +217,8 @@ def _layer_kinds(look: Look) -> list[str]:
     ]
 
 
-def _refuse_differing(look: Look, is_mixed: bool) -> None:
-    """Refuse models whose layers do not all keep the same KV, or keep something beside it."""
+def _reject_differing(look: Look, is_mixed: bool) -> None:
+    """Reject models whose layers do not all keep the same KV, or keep something beside it."""
     if (model_type := look("model_type")) in _OTHER_CACHES:
         raise ValueError(f"a {model_type} model does not cache the same keys and values in every layer")
     # On a config object per_layer_config is there for every model, as a list.

@@ -89,7 +89,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
             pairs = self.pool.copy_on_write(request_id, start // self.size)
             if pairs is None:
                 assert self.pool.table(request_id) == before
-                self.count("refused")
+                self.count("rejected")
                 return
             self.copy(pairs, self.device, self.device)
             self.count("copied on write" if pairs else "written in place")
@@ -97,7 +97,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         added = self.pool.allocate(request_id, up_to)
         if added is None:
             assert self.pool.table(request_id) == before
-            self.count("refused")
+            self.count("rejected")
             return
         table, tokens = self.pool.table(request_id), self.tokens[request_id]
         assert table == before + added
@@ -115,7 +115,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         request_id = f"r{self.num_created}"
         num_copies = int(num_known % self.size > 0)
         if not self.pool.can_allocate(request_id, len(tokens), table, num_copies):
-            self.count("refused")
+            self.count("rejected")
             return
         self.num_created += 1
         self.tokens[request_id], self.computed[request_id] = tokens, num_known
@@ -171,7 +171,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         pairs = self.pool.move_to_host(request_id, self.computed[request_id])
         if pairs is None:
             assert (self.pool.table(request_id), self.pool.num_held_host_blocks) == before
-            self.count("refused")
+            self.count("rejected")
             return
         self.copy(pairs, self.device, self.host)
         self.swapped.add(request_id)
@@ -185,7 +185,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         pairs = self.pool.move_to_device(request_id, len(self.tokens[request_id]))
         if pairs is None:
             assert not self.pool.table(request_id) and self.pool.host_table(request_id) == before
-            self.count("refused")
+            self.count("rejected")
             return
         self.copy(pairs, self.host, self.device)
         self.swapped.discard(request_id)

@@ -15,12 +15,12 @@ from cbresearch import formulas, metrics
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.experiments.environment import environment, progress_bar
-from cbresearch.experiments.points import refuse_twice
+from cbresearch.experiments.points import reject_twice
 from cbresearch.experiments.simulation_error import predict_run
 from cbresearch.metrics import Reporting
 from cbresearch.model_shape import ModelShape
 from cbresearch.policies import Policy, get
-from cbresearch.request import Refusal, Request, expand
+from cbresearch.request import Rejected, Request, expand
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import simulate, unlimited_cache
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from cbresearch.models import LoadedModel
 
-Requests = Sequence[Request | Refusal]
+Requests = Sequence[Request | Rejected]
 Workload = str | os.PathLike[str] | Requests
 Policies = str | Policy | Sequence[str | Policy]
 CacheSizer = Callable[[Requests, SchedulerConfig, ModelShape | None], CacheConfig]
@@ -71,7 +71,7 @@ class Comparison:
 
     traces: Mapping[str, Trace]
     environment: Mapping[str, str]
-    requests: tuple[Request | Refusal, ...]
+    requests: tuple[Request | Rejected, ...]
     bytes_per_token: int | None = None
     answers: tuple[tuple[str, Mapping[str, str]], ...] = ()
     predictions: tuple[Prediction, ...] = ()
@@ -222,7 +222,7 @@ def compare(
 
 
 def default_cache(
-    requests: Sequence[Request | Refusal],
+    requests: Sequence[Request | Rejected],
     scheduler: SchedulerConfig,
     shape: ModelShape | None = None,
     *,
@@ -314,7 +314,7 @@ def _built(policies: Policies) -> list[Policy]:
     if not given:
         raise ValueError("no policy is given; name at least one, such as 'fcfs'")
     built = [get(policy) for policy in given]
-    refuse_twice([policy.name for policy in built], "policy")
+    reject_twice([policy.name for policy in built], "policy")
     return built
 
 

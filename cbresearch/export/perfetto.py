@@ -44,7 +44,7 @@ def to_perfetto(trace: Trace, path: str | Path) -> Path:
 
     A track a seat shows which request had it, and in each stay when its row was prefilled, decoded or
     computed for nothing; one more track shows the steps. Counters tell of requests and KV blocks in each
-    step, named as vLLM names them where they mean the same; marks tell of preemptions and refusals.
+    step, named as vLLM names them where they mean the same; marks tell of preemptions and rejections.
 
     Args:
         trace: The run.
@@ -62,12 +62,12 @@ def to_perfetto(trace: Trace, path: str | Path) -> Path:
 
 def to_chrome(trace: Trace) -> dict[str, Any]:
     """Return a run in the Chrome trace event format; times are in microseconds, of whole nanoseconds."""
-    refusals = [
-        _event("i", _STEPS, record.arrival, f"refuse {record.id}", {"error": record.error}, s="p")
+    rejections = [
+        _event("i", _STEPS, record.arrival, f"reject {record.id}", {"error": record.error}, s="p")
         for record in trace.requests
-        if record.is_refused
+        if record.is_rejected
     ]
-    events = [*_names(trace), *_stays(trace), *_steps(trace), *refusals]
+    events = [*_names(trace), *_stays(trace), *_steps(trace), *rejections]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"policy": trace.policy}}
 
 

@@ -53,7 +53,7 @@ class BuddyAllocator:
     """Hand out runs of a power of two of blocks, at multiples of their size (Knowlton, CACM 8(10), 1965).
 
     The smallest free run that is large enough is halved until it fits, of equal ones the lowest. A run given
-    back merges with the half it was once split from, its buddy, when that is free too. So a run is refused
+    back merges with the half it was once split from, its buddy, when that is free too. So a run is rejected
     exactly when no free blocks at a multiple of its size make it up.
 
     A pool of another size begins as the powers of two that sum up to it, the largest at address 0.

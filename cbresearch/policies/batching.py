@@ -24,10 +24,10 @@ class Static(Policy):
     name = "static"
     source = "FasterTransformer; the baseline of Orca (OSDI'22)"
     fast_forward = True
-    joins_late = False
+    joins_running_batch = False
 
     def __init__(self, release: bool = False, wait: float = 0.0) -> None:
-        self.keeps_seats = not release
+        self.pads_finished_rows = not release
         self.name = "static:release" if release else "static"
         self.wait = wait
 

@@ -24,7 +24,7 @@ class Admitting(Policy):
         raise NotImplementedError
 
     def propose(self, view: View) -> Iterator[Proposal]:
-        """Propose the running requests, then the queue until the rule refuses one."""
+        """Propose the running requests, then the queue until the rule rejects one."""
         yield from whole(in_turn(view))
         for request in queued(view):
             if not view.admitting or (view.running and not self.fits(view, (*view.running, request))):

@@ -10,7 +10,7 @@ from cbresearch.request import Request, RequestState
 
 
 def check_request(request: Request, limits: SchedulerConfig, kv: KVManager) -> None:
-    """Refuse a request that can never be served within the limits: what is accepted can finish alone.
+    """Reject a request that can never be served within the limits: what is accepted can finish alone.
 
     Raises:
         ValueError: What it needs, what there is, and the remedy.

@@ -96,19 +96,19 @@ class RequestRecord:
     Attributes:
         id: Its id.
         arrival: Seconds since the start of the run at which it arrived.
-        num_prompt_tokens: Prompt length in tokens; None for a refused request of unknown length.
-        max_tokens: Largest number of output tokens; None for a refused request that named none.
+        num_prompt_tokens: Prompt length in tokens; None for a rejected request of unknown length.
+        max_tokens: Largest number of output tokens; None for a rejected request that named none.
         client: The client that sent it.
         queued: Seconds at which the scheduler got to know it, at `arrival` or later; None if it never did or
             that was not recorded.
         first_scheduled: Seconds at which it first got a seat, or None.
         tokens: Output token ids.
         token_times: Seconds at which each output token came out.
-        finish_reason: "stop", "length", "abort", "error", or None if it was refused or unfinished.
+        finish_reason: "stop", "length", "abort", "error", or None if it was rejected or unfinished.
         num_preemptions: How often it lost its seat.
         num_cached_tokens: Prompt tokens whose KV was found in the prefix cache instead of being computed.
         num_recomputed_tokens: Tokens computed again because preemptions threw their KV away.
-        error: Why it was refused or what it failed of, or None.
+        error: Why it was rejected or what it failed of, or None.
         logprobs: Those of each output token, if they were asked for; equality ignores them.
     """
 
@@ -132,7 +132,7 @@ class RequestRecord:
     __pydantic_config__: ClassVar = {"allow_inf_nan": True}
 
     @property
-    def is_refused(self) -> bool:
+    def is_rejected(self) -> bool:
         """Return whether the request was turned away before it was ever queued."""
         return self.error is not None and self.finish_reason is None
 

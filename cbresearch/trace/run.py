@@ -84,12 +84,12 @@ class Trace:
 
     @cached_property
     def served(self) -> tuple[RequestRecord, ...]:
-        """Return the records of the requests that were not refused."""
-        return tuple(request for request in self.requests if not request.is_refused)
+        """Return the records of the requests that were not rejected."""
+        return tuple(request for request in self.requests if not request.is_rejected)
 
     @property
     def outputs(self) -> dict[str, tuple[int, ...]]:
-        """Return the output token ids by request id, of the requests that were not refused."""
+        """Return the output token ids by request id, of the requests that were not rejected."""
         return {request.id: request.tokens for request in self.served}
 
     @property

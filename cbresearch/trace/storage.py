@@ -96,7 +96,7 @@ class TraceWriter:
         self._write(TraceLine(queued=record))
 
     def request(self, record: RequestRecord) -> None:
-        """Write a request that has ended or was refused."""
+        """Write a request that has ended or was rejected."""
         self._write(TraceLine(request=record))
 
     def close(self) -> None:
@@ -135,8 +135,8 @@ def read(path: Path) -> tuple[Header, list[Part], tuple[RequestRecord, ...]]:
             unfinished[line.queued.id] = len(records)
             records.append(line.queued)
         if line.request is not None:
-            # A refused request may have the id of another one.
-            place = None if line.request.is_refused else unfinished.pop(line.request.id, None)
+            # A rejected request may have the id of another one.
+            place = None if line.request.is_rejected else unfinished.pop(line.request.id, None)
             place = len(records) if place is None else place
             records[place : place + 1] = [line.request]
         part = line.run if line.step is None else line.step
@@ -187,7 +187,7 @@ def _parsed(path: Path) -> tuple[Header, list[TraceLine]]:
 
 
 def _checked(line: TraceLine) -> TraceLine:
-    """Refuse columns of unequal length, and numbers of a request that are none."""
+    """Reject columns of unequal length, and numbers of a request that are none."""
     tables: list[tuple[Sized, ...]] = []
     for record in filter(None, (line.queued, line.request)):
         tables.append((record.tokens, record.token_times))

@@ -27,7 +27,7 @@ COST = Linear(0.123456789123, 0.0123456789, 0.00123456789)
 
 
 def run(policy: str) -> Trace:
-    """Serve requests of which some share a prefix, some are swapped or preempted, and one is refused."""
+    """Serve requests of which some share a prefix, some are swapped or preempted, and one is rejected."""
     requests = [
         Request(
             f"r{place}", tuple(range(place % 3, 9 + place % 3)), 3 + place % 11, arrival=0.7 * (place // 5)
@@ -47,12 +47,12 @@ def events(trace: Trace, phase: str) -> list[dict]:
     return [event for event in to_chrome(trace)["traceEvents"] if event["ph"] == phase]
 
 
-def test_the_runs_looked_at_here_swap_pad_share_and_refuse():
+def test_the_runs_looked_at_here_swap_pad_share_and_reject():
     runs = {name: run(name) for name in ("fcfs", "static", "srpt")}
     assert any(step.num_swapped for step in runs["fcfs"].steps)
     assert any(step.num_shared_blocks for step in runs["fcfs"].steps)
     assert any(step.plan.padding for step in runs["static"].steps)
-    assert all(any(record.is_refused for record in trace.requests) for trace in runs.values())
+    assert all(any(record.is_rejected for record in trace.requests) for trace in runs.values())
 
 
 def test_slices_of_a_track_are_nested_or_disjoint(trace):
@@ -123,11 +123,11 @@ def test_counters_fall_to_nothing_where_nobody_runs_and_only_there():
     assert [moment for moment, value in hosted.items() if not value] == [steps[1].end, steps[-1].end]
 
 
-def test_every_refusal_and_preemption_is_marked(trace):
+def test_every_rejection_and_preemption_is_marked(trace):
     names = [event["name"] for event in events(trace, "i")]
-    assert 'refuse <b>"too long"</b>' in names
+    assert 'reject <b>"too long"</b>' in names
     lost = sum(len(step.plan.preempted) for step in trace.steps)
-    assert sum(not name.startswith("refuse") for name in names) == lost
+    assert sum(not name.startswith("reject") for name in names) == lost
 
 
 def test_the_file_is_the_trace_and_its_bytes_are_the_same_each_time(trace, tmp_path):

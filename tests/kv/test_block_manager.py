@@ -163,7 +163,7 @@ def test_block_manager_check_notices_that(damage):
         pool.check()
 
 
-def test_free_refuses_a_block_whose_reference_count_is_zero():
+def test_free_rejects_a_block_whose_reference_count_is_zero():
     pool = BlockManager(CacheConfig(num_blocks=2, block_size=1))
     (block,) = pool.allocate("a", 1)
     pool._ref_counts[block] = 0
@@ -225,7 +225,7 @@ def test_shared_blocks_are_free_once_the_last_request_frees_them_and_a_second_fr
     pool.check()
 
 
-def test_fork_refuses_a_request_that_holds_blocks():
+def test_fork_rejects_a_request_that_holds_blocks():
     pool = pool_with_fork(4)
     with pytest.raises(ValueError, match="'child' holds blocks already"):
         pool.fork("child", pool.table("parent"))

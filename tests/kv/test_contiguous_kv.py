@@ -151,7 +151,7 @@ def manager(num_blocks: int, reservation: str, block_size: int = 1, max_model_le
 
 @given(num_blocks=st.integers(1, 64), seed=st.integers(0, 2**32))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_buddy_allocator_refuses_a_run_only_if_no_free_blocks_at_a_multiple_of_its_size_make_it_up(
+def test_buddy_allocator_rejects_a_run_only_if_no_free_blocks_at_a_multiple_of_its_size_make_it_up(
     num_blocks, seed
 ):
     rng = random.Random(seed)
@@ -372,7 +372,7 @@ def test_reservation_max_needs_max_model_len():
         manager(8, reservation)
 
 
-def test_contiguous_kv_refuses_a_paged_or_unknown_configuration():
+def test_contiguous_kv_rejects_a_paged_or_unknown_configuration():
     with pytest.raises(ValueError, match="use a PagedKV"):
         ContiguousKV(CacheConfig(8), 100)
     with pytest.raises(ValueError, match="'pow3' is not known"):

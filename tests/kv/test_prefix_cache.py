@@ -97,7 +97,7 @@ def test_match_does_not_find_a_block_that_was_reused():
     assert blocks.match((1,) * 5) == ()
 
 
-def test_match_counts_hits_anew_after_a_refused_admission():
+def test_match_counts_hits_anew_after_a_rejected_admission():
     blocks = pool(3)
     hold(blocks, "a", (1,) * 8)
     blocks.free("a")
@@ -253,7 +253,7 @@ def test_blocks_behind_a_fully_cached_prompt_are_cached_too():
 
 
 def test_an_admission_counts_the_hits_of_the_step_in_which_it_succeeds():
-    # While "b" is refused with two hits, "a" takes the room of one of them.
+    # While "b" is rejected with two hits, "a" takes the room of one of them.
     head = distinct(10, 8)
     requests = [
         Request("x", head, 1),
@@ -272,23 +272,23 @@ def test_an_admission_counts_the_hits_of_the_step_in_which_it_succeeds():
     assert trace.requests[2].num_cached_tokens == 4
 
 
-def test_a_refused_admission_holds_nothing_and_what_it_would_have_shared_can_be_evicted():
+def test_a_rejected_admission_holds_nothing_and_what_it_would_have_shared_can_be_evicted():
     prompt = distinct(10, 8)
     requests = [
         Request("x", prompt, 1),
         Request("a", distinct(50, 8), 9),
         Request("b", (*prompt, 1), 12, 1.0),
     ]
-    refused = []
+    rejected = []
 
     def between(scheduler, record):
         if any(state.id == "b" for state in scheduler.waiting):
-            refused.append(record.plan.step)
+            rejected.append(record.plan.step)
             assert scheduler.kv.table("b") == ()
             assert scheduler.kv.num_held_blocks == len(scheduler.kv.table("a"))
 
     serve_cached(requests, num_blocks=5, between=between)
-    assert len(refused) > 3
+    assert len(rejected) > 3
 
 
 def test_a_hit_found_for_an_admission_that_was_undone_is_not_counted():

@@ -1,4 +1,4 @@
-"""The loop: arrivals and the virtual clock, ties, refusals, and nothing but the arguments in the outcome."""
+"""The loop: arrivals and the virtual clock, ties, rejections, and nothing but the arguments in the outcome."""
 
 import math
 import os
@@ -12,7 +12,7 @@ from hygiene import ROOT
 
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal
+from cbresearch.request import Rejected
 from cbresearch.serve import Loop, serve
 from cbresearch.simulator import UNIT_STEP, CostExecutor, simulate
 from cbresearch.step import StepResult
@@ -113,20 +113,20 @@ def test_the_order_in_which_requests_are_given_matters_to_ties_alone():
     assert run(requests, seats=3).steps == run(shuffled, seats=3).steps
 
 
-# --- refusals
+# --- rejections
 
 
 class Fussy(CostExecutor):
-    """Refuse what a model would."""
+    """Reject what a model would."""
 
     def check(self, request):
         if request.id.startswith("odd"):
             raise ValueError(f"request {request.id!r}: odd")
 
 
-def test_refusals_keep_their_place_and_their_reason_while_the_others_are_served():
+def test_rejections_keep_their_place_and_their_reason_while_the_others_are_served():
     requests = [
-        Refusal("line", "line 1: not JSON", 4.0),
+        Rejected("line", "line 1: not JSON", 4.0),
         Request("a", 2, 3),
         Request("odd one", 2, 3, client="c"),
         Request("long", 99, 9, arrival=7.0),
@@ -151,14 +151,14 @@ def test_refusals_keep_their_place_and_their_reason_while_the_others_are_served(
     assert [len(record.tokens) for record in trace.requests] == [0, 3, 0, 0, 0, 0, 2]
 
 
-def test_the_arrival_of_a_refused_request_takes_no_step_and_no_time():
+def test_the_arrival_of_a_rejected_request_takes_no_step_and_no_time():
     alone = [Request("a", 1, 2), Request("b", 1, 2, arrival=9.0)]
-    refused = [
-        Refusal("x", "bad", 4.0),
+    rejected = [
+        Rejected("x", "bad", 4.0),
         Request("long", 99, 9, arrival=5.0),
         Request("late", 99, 9, arrival=77.0),
     ]
-    assert run([*alone, *refused]).steps == run(alone).steps
+    assert run([*alone, *rejected]).steps == run(alone).steps
 
 
 def test_a_duplicate_that_arrives_first_is_the_one_that_is_served():
@@ -168,7 +168,7 @@ def test_a_duplicate_that_arrives_first_is_the_one_that_is_served():
 
 
 @pytest.mark.parametrize(
-    "requests", [[], [Refusal("a", "why")], [Request("a", 99, 9)]], ids=["none", "refused", "long"]
+    "requests", [[], [Rejected("a", "why")], [Request("a", 99, 9)]], ids=["none", "rejected", "long"]
 )
 def test_a_run_without_a_request_to_serve_has_no_steps_and_takes_no_time(requests):
     trace = run(requests)
@@ -326,9 +326,9 @@ def test_on_finish_sends_the_next_request_of_a_client_once_its_answer_is_there()
             assert later.first_scheduled >= later.arrival
 
 
-def test_on_finish_of_a_refused_request_is_served_and_never_arrives_in_the_past():
+def test_on_finish_of_a_rejected_request_is_served_and_never_arrives_in_the_past():
     def follow(record):
-        return [Request("second", 2, 1)] if record.is_refused else []
+        return [Request("second", 2, 1)] if record.is_rejected else []
 
     requests = [Request("long", 2, 1, arrival=3.0), Request("too long", 99, 1, arrival=3.0)]
     trace = simulate(requests, "fcfs", cache=CacheConfig(2, 4), on_finish=follow)
@@ -343,7 +343,7 @@ def test_a_record_tells_when_the_scheduler_got_to_know_a_request():
     requests = [
         Request("a", 1, 2),
         Request("during a step", 1, 1, arrival=0.5),
-        Refusal("x", "bad", 0.5),
+        Rejected("x", "bad", 0.5),
         Request("long", 99, 9, arrival=3.0),
     ]
     assert [record.queued for record in run(requests).requests] == [0.0, 1.0, None, None]
@@ -358,7 +358,7 @@ def test_a_trace_names_what_recorded_it():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_writer_gets_the_steps_and_requests_of_the_trace(policy, tmp_path):
-    requests = [*random_workload(11), Refusal("x", "bad", 2.0), Request("long", 99, 9, arrival=3.0)]
+    requests = [*random_workload(11), Rejected("x", "bad", 2.0), Request("long", 99, 9, arrival=3.0)]
     limits, cache = SchedulerConfig(3, 64), CacheConfig(30, 1)
     with TraceWriter(tmp_path / "run.jsonl", policy=policy, scheduler=limits, cache=cache) as writer:
         scheduler = Scheduler(policies.get(policy), limits, cache)

@@ -14,7 +14,7 @@ import pytest
 from cbresearch import CacheConfig, Request, SchedulerConfig, export, metrics, simulate
 from cbresearch.costs import Linear
 from cbresearch.experiments.compare import Comparison
-from cbresearch.request import Refusal
+from cbresearch.request import Rejected
 from cbresearch.step import SKIP_REASONS
 from cbresearch.trace import RequestRecord, Trace, write_columns, write_json, write_whole
 
@@ -24,14 +24,14 @@ POOL = CacheConfig(num_blocks=9, block_size=4)
 
 
 def random_run(policy, seed=0):
-    """Serve random requests, one of them refused, in a pool that preempts."""
+    """Serve random requests, one of them rejected, in a pool that preempts."""
     generator = random.Random(seed)
     requests = [
         Request(str(place), generator.randint(1, 16), generator.randint(1, 16), generator.choice((0.0, 1.5)))
         for place in range(12)
     ]
     requests.insert(4, Request("too long", 99, 9, arrival=2.5))
-    requests.insert(2, Refusal("line", 'line 3: "it" is not\nJSON, at all', 0.5))
+    requests.insert(2, Rejected("line", 'line 3: "it" is not\nJSON, at all', 0.5))
     return simulate(requests, policy, cost=Linear(0.5, 0.01, 0.001), scheduler=LIMITS, cache=POOL)
 
 
@@ -40,7 +40,7 @@ def trace(request):
     return random_run(request.param)
 
 
-def test_the_runs_looked_at_here_preempt_pad_and_refuse():
+def test_the_runs_looked_at_here_preempt_pad_and_reject():
     traces = {name: random_run(name) for name in BUILT_IN}
     assert all(any(record.num_preemptions for record in trace.requests) for trace in traces.values())
     assert any(step.plan.padding for step in traces["static"].steps)
@@ -212,7 +212,7 @@ def test_what_a_request_does_not_define_is_none(times):
     assert record.itl == ()
 
 
-def test_a_refused_request_has_no_times_and_keeps_its_reason(trace):
+def test_a_rejected_request_has_no_times_and_keeps_its_reason(trace):
     found = {row["id"]: row for row in rows(trace.request_columns)}
     for name in ("line", "too long"):
         row = found[name]
@@ -249,12 +249,12 @@ def test_json_has_the_fields_that_others_script_against(trace, tmp_path):
 
 
 def test_an_undefined_metric_is_null(tmp_path):
-    trace = simulate([Refusal("a", "why")])
+    trace = simulate([Rejected("a", "why")])
     write_json(tmp_path / "metrics.json", metrics.summary(trace))
     found = json.loads((tmp_path / "metrics.json").read_text())
     assert found["output_throughput_tokens_per_s"] is None
     assert found["utilization"] is None
-    assert found["num_requests"] == found["num_refused"] == 1
+    assert found["num_requests"] == found["num_rejected"] == 1
     assert {name: value for name, value in found.items() if value == 0}.keys() <= {
         name for name in found if name.startswith("num_") or name.endswith("_n")
     }

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from cbresearch import CacheConfig, Request, SchedulerConfig, simulate
 from cbresearch.costs import Linear
-from cbresearch.request import Refusal, SamplingParams, TokenLogprobs
+from cbresearch.request import Rejected, SamplingParams, TokenLogprobs
 from cbresearch.serve import record_of
 from cbresearch.step import (
     Admission,
@@ -38,14 +38,14 @@ POOL = CacheConfig(num_blocks=9, block_size=4)
 
 
 def run_of(seed, policy="fcfs"):
-    """Return a run with decode runs, preemptions and refusals; one id is given twice."""
+    """Return a run with decode runs, preemptions and rejections; one id is given twice."""
     generator = random.Random(seed)
     requests = [
         Request(str(place), generator.randint(1, 16), generator.randint(1, 16), generator.random() * 40)
         for place in range(10)
     ]
     requests.insert(4, Request("too long", 99, 9, arrival=2.5))
-    requests += [Refusal("line", 'line 3: "it" is not\nJSON, é', 0.5), Refusal("3", "given twice", 1.0)]
+    requests += [Rejected("line", 'line 3: "it" is not\nJSON, é', 0.5), Rejected("3", "given twice", 1.0)]
     return simulate(requests, policy, cost=Linear(0.5, 0.01, 0.001), scheduler=LIMITS, cache=POOL)
 
 
@@ -209,12 +209,12 @@ def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path):
 
 def write(path, trace, num_parts=None):
     """Write a simulated run as its server would: requests when they are queued and when they end."""
-    given_ids = {record.id: record for record in trace.requests if not record.is_refused}
+    given_ids = {record.id: record for record in trace.requests if not record.is_rejected}
     writer = TraceWriter(path, policy=trace.policy, scheduler=trace.scheduler, cache=trace.cache)
     with writer:
         queued = sorted(given_ids.values(), key=lambda record: record.arrival)
         for record in trace.requests:
-            if record.is_refused:
+            if record.is_rejected:
                 writer.request(record)
         for part in trace.parts[:num_parts]:
             start = part.start
@@ -243,7 +243,7 @@ def test_writer_gives_the_trace_of_the_run(tmp_path):
     assert sorted(found.requests, key=repr) == sorted(trace.requests, key=repr)
 
 
-def test_writer_refuses_to_append_to_a_compressed_file(tmp_path):
+def test_writer_rejects_to_append_to_a_compressed_file(tmp_path):
     with pytest.raises(ValueError, match=r"a\.jsonl\.gz: what is appended is not compressed"):
         TraceWriter(tmp_path / "a.jsonl.gz", policy="fcfs", scheduler=LIMITS, cache=POOL)
 
@@ -276,13 +276,13 @@ def test_file_cut_at_any_byte_loads_up_to_the_line_that_is_cut(tmp_path):
 
 def test_unfinished_requests_have_the_tokens_of_the_steps_before_the_kill(tmp_path):
     trace, path = run_of(5), tmp_path / "a.jsonl"
-    complete = {record.id: record for record in trace.requests if not record.is_refused}
+    complete = {record.id: record for record in trace.requests if not record.is_rejected}
     for num_parts in range(1, len(trace.parts)):
         write(path, trace, num_parts)
         found = load(path)
         end = found.duration
         for record in found.requests:
-            if record.is_refused:
+            if record.is_rejected:
                 continue
             whole = complete[record.id]
             num_tokens = sum(seconds <= end for seconds in whole.token_times)
@@ -311,13 +311,13 @@ def test_what_a_killed_process_wrote_can_be_loaded(tmp_path):
     assert load(path).steps == simulate([Request("a", 5, 4)], fast_forward=False).steps[:3]
 
 
-def test_refused_request_does_not_end_another_one_of_its_id(tmp_path):
+def test_rejected_request_does_not_end_another_one_of_its_id(tmp_path):
     queued = RequestRecord("a", 1.0, 3, 4, queued=1.5)
-    refused = record_of(Refusal("a", "given twice", 2.0), None)
+    rejected = record_of(Rejected("a", "given twice", 2.0), None)
     with TraceWriter(tmp_path / "a.jsonl", policy="fcfs", scheduler=LIMITS, cache=POOL) as writer:
         writer.queued(queued)
-        writer.request(refused)
-    assert load(tmp_path / "a.jsonl").requests == (queued, refused)
+        writer.request(rejected)
+    assert load(tmp_path / "a.jsonl").requests == (queued, rejected)
 
 
 # --- files of strangers
@@ -402,7 +402,7 @@ def test_line_by_hand_is_read(tmp_path):
         ({**step(), "tokens": {"a": 3}}, r"line 2: tokens: a: Input should be a valid array; it is 3"),
     ],
 )
-def test_malformed_line_is_refused_with_file_line_and_reason(tmp_path, content, reason):
+def test_malformed_line_is_rejected_with_file_line_and_reason(tmp_path, content, reason):
     path = tmp_path / "strange.jsonl"
     path.write_text(json.dumps(HEAD) + "\n" + json.dumps(content) + "\n" + json.dumps(step()) + "\n")
     with pytest.raises(
@@ -429,14 +429,14 @@ def test_malformed_line_is_refused_with_file_line_and_reason(tmp_path, content, 
         (json.dumps(HEAD).encode() + b"\n\n", "line 2"),
     ],
 )
-def test_file_that_is_no_trace_is_refused_with_its_name_and_reason(tmp_path, text, reason):
+def test_file_that_is_no_trace_is_rejected_with_its_name_and_reason(tmp_path, text, reason):
     path = tmp_path / "strange.jsonl"
     path.write_bytes(text)
     with pytest.raises(ValueError, match=rf"strange\.jsonl.*{reason}"):
         load(path)
 
 
-def test_compressed_file_that_is_cut_or_none_is_refused(tmp_path):
+def test_compressed_file_that_is_cut_or_none_is_rejected(tmp_path):
     path = run_of(1).save(tmp_path / "a.jsonl.gz")
     for data in (path.read_bytes()[:-20], b"plain text", gzip.compress(b"x" * 99)[:20] + b"y" * 30):
         path.write_bytes(data)
@@ -461,7 +461,7 @@ def test_compressed_file_that_is_cut_or_none_is_refused(tmp_path):
     )
 )
 @settings(max_examples=150, deadline=None)
-def test_any_json_behind_a_header_is_loaded_or_refused_by_line(tmp_path_factory, content):
+def test_any_json_behind_a_header_is_loaded_or_rejected_by_line(tmp_path_factory, content):
     path = tmp_path_factory.mktemp("strangers") / "a.jsonl"
     path.write_text(json.dumps(HEAD) + "\n" + json.dumps(content) + "\n")
     try:

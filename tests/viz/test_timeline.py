@@ -150,7 +150,7 @@ def test_a_moment_of_the_host_between_steps_is_no_dip(traces):
     assert (rows == 0).sum() == sum(not record.num_staying for record in steps[:-1])
 
 
-def test_a_time_axis_of_another_unit_is_refused(traces):
+def test_a_time_axis_of_another_unit_is_rejected(traces):
     with pytest.raises(ValueError, match="'step' or 'seconds'"):
         viz.seats(traces["fcfs"], time="minutes")
 
