@@ -30,13 +30,7 @@ def count(name: str, value: Any, least: float = 1, most: float = math.inf) -> in
 
 
 def real(
-    name: str,
-    value: Any,
-    least: float = 0.0,
-    most: float = math.inf,
-    *,
-    positive: bool = False,
-    unit: str = "",
+    name: str, value: Any, least: float = 0, most: float = math.inf, *, positive: bool = False, unit: str = ""
 ) -> float:
     """Return a finite number as a plain float, whatever number type it came as.
 

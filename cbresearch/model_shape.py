@@ -112,9 +112,8 @@ class ModelShape:
                 keys beside the latents. A `config.json` that leaves its class's defaults out, or that does
                 not say which layers are recurrent, needs `transformers.AutoConfig`.
         """
-        return cls(
-            num_parameters=num_parameters, dtype_bytes=dtype_bytes, **_shape_fields(_text_decoder(config))
-        )
+        fields = _shape_fields(_text_decoder(config))
+        return cls(num_parameters=num_parameters, dtype_bytes=dtype_bytes, **fields)
 
 
 def _text_decoder(config: Any) -> Look:
@@ -192,9 +191,7 @@ def _kinds_with_kv(look: Look) -> list[str]:
     # Cross-attention layers hold KV of an image, and the last layers of some models read an earlier one's.
     own = range(len(kinds) - (look("num_kv_shared_layers") or 0))
     without_kv = {*(look("cross_attention_layers") or ())}
-    kinds = [
-        kinds[layer] for layer in own if layer not in without_kv and kinds[layer] not in _KINDS_WITHOUT_KV
-    ]
+    kinds = [kinds[at] for at in own if at not in without_kv and kinds[at] not in _KINDS_WITHOUT_KV]
     if not kinds:
         raise ValueError("the model's config has no layer that keeps KV; a model with attention is needed")
     return kinds
@@ -233,6 +230,4 @@ def _reject_differing(look: Look, is_mixed: bool) -> None:
     if differing:
         raise ValueError(_DIFFERING.format(differing[0]))
     if beside := [name for name in _BESIDE if look(name) is not None]:
-        raise ValueError(
-            f"the model's config has {beside[0]!r}: it caches more than its layers' keys and values"
-        )
+        raise ValueError(f"the model's config has {beside[0]!r}: it caches more than keys and values")

@@ -84,9 +84,7 @@ def load(kind: str, name: str, base: type[T]) -> type[T]:
     if not Path(path).is_file():
         raise ValueError(f"{kind} {name!r}: there is no file {path!r} in {Path.cwd()}; give its path")
     module = runpy.run_path(path, run_name=path)
-    classes = {
-        key: value for key, value in module.items() if isinstance(value, type) and issubclass(value, base)
-    }
+    classes = {key: it for key, it in module.items() if isinstance(it, type) and issubclass(it, base)}
     if defined not in classes:
         remedy = suggestion(defined, [key for key, value in classes.items() if value is not base])
         raise ValueError(f"{kind} {name!r}: {path!r} defines no {base.__name__} {defined!r}; {remedy}")

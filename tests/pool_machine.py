@@ -181,10 +181,10 @@ class PoolAgainstMemory(RuleBasedStateMachine):
     @rule(data=st.data())
     def swap_in(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.swapped)))
-        promised = self.pool.can_move_to_device(request_id, len(self.tokens[request_id]))
-        pairs = self.pool.move_to_device(request_id)
+        before = self.pool.host_table(request_id)
+        pairs = self.pool.move_to_device(request_id, len(self.tokens[request_id]))
         if pairs is None:
-            assert not promised and not self.pool.table(request_id)
+            assert not self.pool.table(request_id) and self.pool.host_table(request_id) == before
             self.count("rejected")
             return
         self.copy(pairs, self.host, self.device)

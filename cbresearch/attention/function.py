@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -111,15 +111,12 @@ def attention_function(
     window = sliding_window if sliding_window is not None else step.windows[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tensors = (layer, query, key, value)
+    how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": s_aux}
     if isinstance(step, PagedStep):
-        attended = attend_with_torch(step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
-    elif isinstance(step, KernelInputs):
-        attended = attend_with_triton(
-            step, *tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux
-        )
-    else:
-        attended = step.attend(*tensors, scale=scale, window=window, softcap=softcap, sinks=s_aux)
-    return attended, None
+        return attend_with_torch(step, *tensors, **how), None
+    if isinstance(step, KernelInputs):
+        return attend_with_triton(step, *tensors, **how), None
+    return step.attend(*tensors, **how), None
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_function)

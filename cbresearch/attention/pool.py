@@ -103,23 +103,19 @@ class PagedCache:
                 # Tensors take negative ids too, counted from the end: a freed block's null id is one.
                 if min(ids) < 0 or max(ids) >= size:
                     raise IndexError(f"a {kind!r} names a block outside 0 to {size - 1}: {ids}")
-            device = self.kv[0].device
-            if kind == "copy":
-                read, write = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
-                for blocks in self._blocks:
-                    blocks.index_copy_(0, write, blocks.index_select(0, read))
-            elif kind == "swap_out":
-                read = torch.tensor(sources, device=device)
-                moved = torch.stack([blocks.index_select(0, read) for blocks in self._blocks], dim=1)
-                # On a GPU the copies queue up behind one another, so that waiting for each is not needed:
-                # only other copies ever read the host's pool.
-                for place, target in enumerate(targets):
-                    self.host[target].copy_(moved[place], non_blocking=True)
-            else:
-                write = torch.tensor(targets, device=device)
+            read, write = (torch.tensor(ids, device=self.kv[0].device) for ids in (sources, targets))
+            # On a GPU the copies queue up behind one another, so that waiting for each is not needed:
+            # only other copies ever read the host's pool.
+            if kind == "swap_in":
                 moved = self.kv[0].new_empty((len(sources), *self.host.shape[1:]))
                 for place, source in enumerate(sources):
                     moved[place].copy_(self.host[source], non_blocking=True)
+            else:
+                moved = torch.stack([blocks.index_select(0, read) for blocks in self._blocks], dim=1)
+            if kind == "swap_out":
+                for place, target in enumerate(targets):
+                    self.host[target].copy_(moved[place], non_blocking=True)
+            else:
                 for layer, blocks in enumerate(self._blocks):
                     blocks.index_copy_(0, write, moved[:, layer])
 

@@ -125,12 +125,8 @@ class PagedStep:
     @cached_property
     def context_slots(self) -> Tensor:
         """The int64 slots of all that `reads(None)` reads, in that order, repeated places included."""
-        return torch.cat(
-            [
-                self.slot_mapping[read.begin : read.end] if read.slots is None else read.slots.view(-1)
-                for read in self.reads(None)
-            ]
-        )
+        own, reads = self.slot_mapping, self.reads(None)
+        return torch.cat([own[it.begin : it.end] if it.slots is None else it.slots.view(-1) for it in reads])
 
     def _single(self, num_single: int, window: int | None) -> Iterator[Read]:
         """Yield the reads of the sequences with one query, of which those of like length go together."""

@@ -121,27 +121,17 @@ def _attend_fused(queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | 
         # The fused kernels want one size; zeros cost less than the scores of all heads in memory.
         size = max(keys.shape[3], value_dim)
         queries, keys, values = (pad(each, (0, size - each.shape[3])) for each in (queries, keys, values))
+    is_causal, is_grouped = mask is None and not is_single, queries.shape[1] != keys.shape[1]
     attended = scaled_dot_product_attention(
-        queries,
-        keys,
-        values,
-        attn_mask=mask,
-        is_causal=mask is None and not is_single,
-        scale=scale,
-        enable_gqa=queries.shape[1] != keys.shape[1],
+        queries, keys, values, mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
     )
     return attended[..., :value_dim]
 
 
 def _attend_by_scores(
-    queries: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+    scale: float, softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return the attention with capped scores (Gemma 2, arXiv 2408.00118, 2) or sinks (gpt-oss).
 
     Args:

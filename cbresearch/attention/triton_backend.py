@@ -1,5 +1,7 @@
 """The attention of a step through the Triton kernels."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -7,8 +9,15 @@ from torch import Tensor
 from cbresearch import kernels
 from cbresearch.attention.pool import PagedCache
 
-# Query heads, KV heads, elements of a head, their dtype, and the window.
-Key = tuple[int, int, int, torch.dtype, int | None]
+
+class Key(NamedTuple):
+    """What layers that share a plan of their work have in common; see `kernels.plan_work`."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    window: int | None
 
 
 class KernelInputs:
@@ -59,23 +68,15 @@ class KernelInputs:
             num_kv_heads: KV heads.
             window: Keys that a query sees at most, its own included.
         """
-        key = (query.shape[1], num_kv_heads, query.shape[2], query.dtype, window)
+        key = Key(query.shape[1], num_kv_heads, query.shape[2], query.dtype, window)
         if key not in self._plans:
             self._plans[key] = self._plan_work(key, self._contexts)
         return self._plans[key]
 
     def _plan_work(self, key: Key, contexts: np.ndarray, num_splits: int | None = None) -> kernels.WorkPlan:
-        num_heads, num_kv_heads, head_dim, dtype, window = key
+        where = self.slot_mapping.device
         return kernels.plan_work(
-            contexts,
-            self._cu_seqlens,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            dtype=dtype,
-            window=window,
-            device=self.slot_mapping.device,
-            num_splits=num_splits,
+            contexts, self._cu_seqlens, **key._asdict(), device=where, num_splits=num_splits
         )
 
 

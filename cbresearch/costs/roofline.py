@@ -26,9 +26,8 @@ CARDS: Mapping[str, Hardware] = MappingProxyType(
 
 def num_query_key_pairs(entries: Iterable[Scheduled]) -> int:
     """Return the (query, key) pairs that causal attention computes: a query sees the tokens up to its own."""
-    return sum(
-        entry.num_tokens * entry.start + entry.num_tokens * (entry.num_tokens + 1) // 2 for entry in entries
-    )
+    sizes = ((entry.start, entry.num_tokens) for entry in entries)
+    return sum(number * start + number * (number + 1) // 2 for start, number in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +103,8 @@ class Roofline:
         linear = max(2 * weights * num_tokens / flops, weights * shape.dtype_bytes / bandwidth)
         key_and_value_dim = shape.head_dim + (shape.value_head_dim or shape.head_dim)
         per_pair = 2 * shape.num_layers * shape.num_heads * key_and_value_dim
-        attention = max(
-            per_pair * num_pairs / flops, num_context_tokens * shape.kv_bytes_per_token / bandwidth
-        )
-        return self.overhead + linear + attention
+        context_bytes = num_context_tokens * shape.kv_bytes_per_token
+        return self.overhead + linear + max(per_pair * num_pairs / flops, context_bytes / bandwidth)
 
     def _transfer_seconds(self, plan: Plan) -> float:
         block_bytes = self.shape.kv_bytes_per_token * self.block_size

@@ -4,7 +4,7 @@ import json
 import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,8 +118,17 @@ class Comparison:
             folder: It is made if it is not there.
             reporting: The SLO and the price, for goodput and the cost of tokens.
         """
-        runs = [
-            {**trace.to_json(), "metrics": metrics.summary(trace, self.bytes_per_token, reporting)}
+        names = ("id", "tokens", "arrival", "first_token", "finish", "error")
+        runs: list[dict[str, Any]] = [
+            {
+                "policy": trace.policy,
+                "limits": {**asdict(trace.scheduler), **asdict(trace.cache)},
+                "requests": [
+                    {**{name: getattr(record, name) for name in names}, "preemptions": record.num_preemptions}
+                    for record in trace.requests
+                ],
+                "metrics": metrics.summary(trace, self.bytes_per_token, reporting),
+            }
             for trace in self.traces.values()
         ]
         rows = [{**row._asdict(), "relative_error": row.relative_error} for row in self.predictions]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from cbresearch.trace import StepRecord, Trace, write_whole
 
@@ -19,6 +19,24 @@ _USED = ("num_requests_running", "kv_cache_usage_perc", "held KV blocks", "held 
 """Counters of what only requests with a seat use."""
 
 _CACHED = "cached KV blocks"
+
+
+class Stay(NamedTuple):
+    """A request's uninterrupted stay in a seat.
+
+    Attributes:
+        request_id: Id of the request.
+        seat: Its row in the batch.
+        first_step: Index of the first step of the stay.
+        last_step: Index of the last one.
+        num_padding_steps: Steps at the end of the stay in which the row was computed for nothing.
+    """
+
+    request_id: str
+    seat: int
+    first_step: int
+    last_step: int
+    num_padding_steps: int
 
 
 def to_perfetto(trace: Trace, path: str | Path) -> Path:
@@ -53,6 +71,23 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"policy": trace.policy}}
 
 
+def stays_of(trace: Trace) -> Iterator[Stay]:
+    """Yield each stay of a request in a seat: those that a preemption ended first, in no other order."""
+    found: dict[str, Stay] = {}
+    for record in trace.steps:
+        plan, step = record.plan, record.plan.step
+        for request, seat, _ in plan.admitted:
+            found[request.id] = Stay(request.id, seat, step, step, 0)
+        yield from map(found.pop, plan.preempted)
+        for entry in plan.scheduled:
+            found[entry.request_id] = found[entry.request_id]._replace(last_step=step)
+        for row in plan.padding:
+            stay = found[row.request_id]
+            num_padding = stay.num_padding_steps + 1
+            found[row.request_id] = stay._replace(last_step=step, num_padding_steps=num_padding)
+    yield from found.values()
+
+
 def _nanoseconds(seconds: float) -> int:
     return round(seconds * 1e9)
 
@@ -80,7 +115,7 @@ def _names(trace: Trace) -> Iterator[Event]:
 def _stays(trace: Trace) -> Iterator[Event]:
     """Yield a slice a stay in a seat, and in it one for what the seat did: prefill, decode, padding."""
     steps, computed = trace.steps, _computed(trace)
-    for stay in trace.stays():
+    for stay in stays_of(trace):
         args = {"num_padding_steps": stay.num_padding_steps}
         start, end = steps[stay.first_step].start, steps[stay.last_step].end
         yield _slice(_SEATS, stay.seat, stay.request_id, start, end, "stay", args)

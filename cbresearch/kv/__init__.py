@@ -1,25 +1,13 @@
 """Bookkeeping of the KV pool: paged blocks on two tiers, and the contiguous baselines."""
 
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.kv.block_manager import BlockManager, Pair
-from cbresearch.kv.contiguous import BuddyAllocator, ContiguousKV, reserved_tokens
-from cbresearch.kv.interface import NULL_BLOCK, KVManager
-from cbresearch.kv.paged import PagedKV
-from cbresearch.kv.prefix_cache import ExtraKeys, digest_of
-
-__all__ = [
-    "NULL_BLOCK",
-    "BlockManager",
-    "BuddyAllocator",
-    "ContiguousKV",
-    "ExtraKeys",
-    "KVManager",
-    "PagedKV",
-    "Pair",
-    "build",
-    "digest_of",
-    "reserved_tokens",
-]
+from cbresearch.kv.block_manager import BlockManager as BlockManager
+from cbresearch.kv.contiguous import BuddyAllocator as BuddyAllocator
+from cbresearch.kv.contiguous import ContiguousKV as ContiguousKV
+from cbresearch.kv.contiguous import reserved_tokens as reserved_tokens
+from cbresearch.kv.interface import NULL_BLOCK as NULL_BLOCK
+from cbresearch.kv.interface import KVManager as KVManager
+from cbresearch.kv.paged import PagedKV as PagedKV
 
 
 def build(cache: CacheConfig, limits: SchedulerConfig, recomputes_last: bool) -> KVManager:

@@ -1,12 +1,12 @@
 """Bookkeeping of the paged KV pool (vLLM, SOSP'23, section 4): tables, reference counts, reuse."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from cbresearch.config import CacheConfig
-from cbresearch.kv.host import HostPool, num_references
+from cbresearch.kv.host import HostPool, check_references
 from cbresearch.kv.interface import NULL_BLOCK, EventLog
-from cbresearch.kv.prefix_cache import Content, ExtraKeys, PrefixCache, digest_of
+from cbresearch.kv.prefix_cache import ExtraKeys, PrefixCache
 from cbresearch.request import Request
 from cbresearch.step import BlockEvents
 
@@ -32,18 +32,12 @@ class BlockManager:
     Args:
         config: The pools' sizes, and whether prefixes are cached.
         max_chunk: Most tokens of one request that a step computes; it bounds what a sliding window holds.
-        digest: Maps a block's content to its digest; a test may give a bad one.
     """
 
     num_unusable_blocks = 0
     """Blocks that are neither held nor to be had; paging has none."""
 
-    def __init__(
-        self,
-        config: CacheConfig,
-        max_chunk: int | None = None,
-        digest: Callable[[Content], bytes] = digest_of,
-    ) -> None:
+    def __init__(self, config: CacheConfig, max_chunk: int | None = None) -> None:
         self.config = config
         self.num_blocks = config.num_blocks
         self._block_size = config.block_size
@@ -56,9 +50,9 @@ class BlockManager:
         self._ref_counts = [0] * config.num_blocks
         self._tables: dict[str, list[int]] = {}
         self._events = EventLog()
-        self._prefixes = PrefixCache(config.num_blocks, config.block_size, digest, self._events)
+        self._prefixes = PrefixCache(config.num_blocks, config.block_size, self._events)
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
-        self._num_extra_references = 0
+        self.num_shared_blocks = 0
         self._host = HostPool(config.num_host_blocks, self._events)
 
     @property
@@ -85,11 +79,6 @@ class BlockManager:
     def num_held_host_blocks(self) -> int:
         """Return how many blocks of the host's pool are held, a shared one counted once."""
         return self.config.num_host_blocks - len(self._host.free)
-
-    @property
-    def num_shared_blocks(self) -> int:
-        """Return the references to blocks beyond the first of each."""
-        return self._num_extra_references
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
@@ -234,18 +223,6 @@ class BlockManager:
         if self.config.prefix_caching:
             self._prefixes.enter(request_id, self._tables[request_id], token_ids, num_computed, extra_keys)
 
-    def uncache_blocks(self, request_id: str, num_computed: int) -> tuple[int, ...]:
-        """Take a request's blocks out of the prefix cache, where they were cached before their time.
-
-        Args:
-            request_id: Id of the request.
-            num_computed: Tokens whose KV is in the pool after all.
-
-        Returns:
-            The blocks taken out; a request that shares one of them shares nothing.
-        """
-        return self._prefixes.leave(request_id, self._tables[request_id], num_computed)
-
     def num_skipped_blocks(self, num_computed: int) -> int:
         """Return how many of a request's first blocks no later token attends to, with a sliding window W.
 
@@ -296,7 +273,7 @@ class BlockManager:
         for place, block in enumerate(moved):
             target = NULL_BLOCK if block == NULL_BLOCK else host.host_block.get(block)
             if target is None:
-                target = host.take()
+                target = host.free.pop()
                 pairs.append((block, target))
                 if (place + 1) * self._block_size <= num_computed:
                     host.mirror(block, target)
@@ -305,25 +282,24 @@ class BlockManager:
         self._free_table(request_id)
         return tuple(pairs)
 
-    def can_move_to_device(self, request_id: str, num_tokens: int) -> bool:
-        """Return whether a swapped request could come back now and then hold `num_tokens` tokens."""
-        table, mirrored = self._host.tables[request_id], self._mirrored(request_id)
-        num_null = sum(block == NULL_BLOCK for block in table)
-        num_wanted = self._at_most(max(self.blocks_for(num_tokens), len(table)) - num_null)
-        evictable = self.num_free_blocks - sum(block in self._unreferenced for block in mirrored.values())
-        return num_wanted - len(mirrored) <= evictable
-
-    def move_to_device(self, request_id: str) -> tuple[Pair, ...] | None:
+    def move_to_device(self, request_id: str, num_tokens: int) -> tuple[Pair, ...] | None:
         """Move a request back to the device's pool; `table` has its blocks then.
+
+        Args:
+            request_id: Id of the request.
+            num_tokens: All its known tokens, for which there has to be room.
 
         Returns:
             The (host block, device block) pairs to copy, or None if too few blocks are free; then nothing has
             changed.
         """
-        host, mirrored = self._host, self._mirrored(request_id)
-        wanted = [block for block in host.tables[request_id] if block != NULL_BLOCK and block not in mirrored]
+        host, table = self._host, self._host.tables[request_id]
+        mirrored = {block: host.device_block[block] for block in table if block in host.device_block}
+        wanted = [block for block in table if block != NULL_BLOCK and block not in mirrored]
+        num_known = len(wanted) + len(mirrored)
+        num_needed = self._at_most(self.blocks_for(num_tokens) - len(table) + num_known)
         unpinned = sum(block in self._unreferenced for block in mirrored.values())
-        if len(wanted) > self.num_free_blocks - unpinned:
+        if max(num_needed, num_known) - len(mirrored) > self.num_free_blocks - unpinned:
             return None
         # Pinned first: what is there already can then not be evicted to make room for the rest.
         for block in mirrored.values():
@@ -332,7 +308,7 @@ class BlockManager:
             self._evict(len(wanted))
         pairs = list(zip(wanted, self._take(len(wanted)) if wanted else (), strict=True))
         place_of = {NULL_BLOCK: NULL_BLOCK, **mirrored, **dict(pairs)}
-        self._tables[request_id] = [place_of[block] for block in host.tables[request_id]]
+        self._tables[request_id] = [place_of[block] for block in table]
         for source, target in pairs:
             if host.is_shared(source):
                 # The copy of another request stays, and only what is full is shared.
@@ -351,9 +327,7 @@ class BlockManager:
         elif request_id in self._host.tables:
             self._host.drop(request_id)
         else:
-            raise ValueError(
-                f"request {request_id!r} holds no blocks; it was never allocated or already freed"
-            )
+            raise ValueError(f"request {request_id!r} holds no blocks: never allocated, or freed already")
 
     def take_events(self) -> BlockEvents:
         """Return what became of blocks since the last call."""
@@ -365,7 +339,7 @@ class BlockManager:
         table.reverse()
         blocks = table if self.config.sliding_window is None else [block for block in table if block >= 0]
         counts = self._ref_counts
-        if self._prefixes.is_empty and not (self._num_extra_references or self._host.host_block):
+        if self._prefixes.is_empty and not (self.num_shared_blocks or self._host.host_block):
             # Nothing is cached, shared or there twice: the blocks go back as they are.
             for block in blocks:
                 if not counts[block]:
@@ -388,14 +362,9 @@ class BlockManager:
                 f"request {request_id!r} holds blocks already; only a new table can share a prefix"
             )
 
-    def _mirrored(self, request_id: str) -> dict[int, int]:
-        """Return the device blocks that hold what some of a swapped request's host blocks hold."""
-        mirrored = self._host.device_block
-        return {block: mirrored[block] for block in self._host.tables[request_id] if block in mirrored}
-
     def _refer(self, block: int) -> None:
         if self._ref_counts[block]:
-            self._num_extra_references += 1
+            self.num_shared_blocks += 1
         else:
             del self._unreferenced[block]
         self._ref_counts[block] += 1
@@ -413,7 +382,7 @@ class BlockManager:
             raise ValueError(f"block {block} is free already")
         self._ref_counts[block] = count - 1
         if count > 1:
-            self._num_extra_references -= 1
+            self.num_shared_blocks -= 1
             return
         self._events.freed.append(block)
         if self._prefixes.holds(block):
@@ -439,19 +408,13 @@ class BlockManager:
         Raises:
             AssertionError: A block is lost, held and free at once, miscounted, or cached under a false name.
         """
-        references = num_references(self._tables.values(), self.num_blocks)
         for request_id, table in self._tables.items():
             assert table, f"request {request_id!r} has an empty table"
             held_here = [block for block in table if block != NULL_BLOCK]
             assert len(set(held_here)) == len(held_here), f"request {request_id!r} holds a block twice"
-        assert references == self._ref_counts, "reference counts differ from the tables"
-        free, cached = set(self._free), set(self._unreferenced)
-        assert len(free) == len(self._free), "a block is in the free list twice"
-        assert not free & cached, "a block is free and cached at once"
-        assert all(references[block] == 0 for block in free | cached), "a block is held and free at once"
-        held = {block for block, count in enumerate(references) if count}
-        assert len(free) + len(cached) + len(held) == self.num_blocks, "a block is lost"
-        assert sum(references) - len(held) == self._num_extra_references, "shared blocks are miscounted"
+        cached = self._unreferenced.keys()
+        held = check_references("device", self._tables.values(), self._ref_counts, [*self._free, *cached])
+        assert sum(self._ref_counts) - len(held) == self.num_shared_blocks, "shared blocks are miscounted"
         assert cached <= self._prefixes.check(), "a block without content is kept as cached"
         assert not self._tables.keys() & self._host.tables.keys(), "a request is on both tiers"
         self._host.check()

@@ -1,5 +1,6 @@
 """The host's pool, to which preempted requests are swapped out."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from cbresearch.kv.interface import NULL_BLOCK, EventLog
@@ -22,10 +23,6 @@ class HostPool:
         self._ref_counts = [0] * num_blocks
         self._events = events
 
-    def take(self) -> int:
-        """Return a free block, which is not free any more."""
-        return self.free.pop()
-
     def is_shared(self, host_block: int) -> bool:
         """Return whether several swapped requests refer to a block."""
         return self._ref_counts[host_block] > 1
@@ -35,10 +32,8 @@ class HostPool:
         self.device_block[host_block], self.host_block[device_block] = device_block, host_block
 
     def unmirror(self, device_block: int) -> None:
-        """Drop the pair that a device block is in: its content is about to go."""
-        host_block = self.host_block.pop(device_block, None)
-        if host_block is not None:
-            del self.device_block[host_block]
+        """Drop the pair that a device block is in, if any: the content of one of them is about to go."""
+        self.device_block.pop(self.host_block.pop(device_block, NULL_BLOCK), None)
 
     def hold(self, request_id: str, table: Sequence[int]) -> None:
         """Give a request its table."""
@@ -55,30 +50,30 @@ class HostPool:
                 continue
             self._ref_counts[block] -= 1
             if not self._ref_counts[block]:
-                device_block = self.device_block.pop(block, None)
-                if device_block is not None:
-                    del self.host_block[device_block]
+                self.unmirror(self.device_block.get(block, NULL_BLOCK))
                 self.free.append(block)
                 self._events.host_freed.append(block)
 
     def check(self) -> None:
         """Prove the pool's invariants; raises AssertionError where one does not hold."""
-        references = num_references(self.tables.values(), len(self._ref_counts))
-        assert references == self._ref_counts, "the host's reference counts differ from its tables"
-        held = {block for block, count in enumerate(references) if count}
-        assert len(set(self.free)) == len(self.free), "a host block is in the free list twice"
-        assert not held & set(self.free), "a host block is held and free at once"
-        assert len(held) + len(self.free) == len(references), "a host block is lost"
+        held = check_references("host", self.tables.values(), self._ref_counts, self.free)
         mirrored = {host: device for device, host in self.host_block.items()}
         assert mirrored == self.device_block, "mirrored blocks disagree"
         assert self.device_block.keys() <= held, "a free host block is mirrored"
 
 
-def num_references(tables: Iterable[list[int]], num_blocks: int) -> list[int]:
-    """Return how many of the tables refer to each block."""
-    counts = [0] * num_blocks
-    for table in tables:
-        for block in table:
-            if block != NULL_BLOCK:
-                counts[block] += 1
-    return counts
+def check_references(
+    pool: str, tables: Iterable[list[int]], ref_counts: Sequence[int], free: Sequence[int]
+) -> set[int]:
+    """Prove that each block of a pool is held or free, once; return those that tables refer to.
+
+    Raises:
+        AssertionError: A block is miscounted, free twice, held and free at once, or lost.
+    """
+    found = Counter([block for table in tables for block in table if block != NULL_BLOCK])
+    counted = {block: count for block, count in enumerate(ref_counts) if count}
+    assert found == counted, f"the {pool}'s reference counts differ from its tables"
+    assert len(set(free)) == len(free), f"a block of the {pool} is free, or free and cached, twice"
+    assert not found.keys() & set(free), f"a block of the {pool} is held and free at once"
+    assert len(found) + len(free) == len(ref_counts), f"a block of the {pool} is lost"
+    return set(found)

@@ -1,7 +1,7 @@
 """What the scheduler asks of a KV manager, whatever its layout."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from cbresearch.config import CacheConfig
 from cbresearch.request import Request, RequestState
@@ -14,16 +14,20 @@ NULL_BLOCK = -1
 class KVManager(Protocol):
     """The KV pool's bookkeeping: which request holds which blocks (vLLM: `KVCacheManager`).
 
-    Every block is held, cached without a reference, free, or unusable; these add up to the pool.
+    Every block is held, cached without a reference, free, or unusable; these add up to the pool. What has a
+    body here is right for a layout that neither caches, shares nor swaps.
+
+    Attributes:
+        config: The pool's sizes and what it can do.
+        num_blocks: Blocks in the pool.
+        num_shared_blocks: References to blocks beyond the first of each.
+        num_unusable_blocks: Blocks that are neither held nor to be had.
     """
 
-    @property
-    def config(self) -> CacheConfig:
-        """The pool's sizes and what it can do."""
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks in the pool."""
+    config: CacheConfig
+    num_blocks: int
+    num_shared_blocks: int
+    num_unusable_blocks: int
 
     @property
     def num_free_blocks(self) -> int:
@@ -38,19 +42,12 @@ class KVManager(Protocol):
         """Blocks that hold a cached prefix and have no reference."""
 
     @property
-    def num_unusable_blocks(self) -> int:
-        """Blocks that are neither held nor to be had."""
-
-    @property
-    def num_shared_blocks(self) -> int:
-        """References to blocks beyond the first of each."""
-
-    @property
     def num_held_host_blocks(self) -> int:
         """Blocks of the host's pool that swapped requests hold, a shared one counted once."""
 
     def blocks_for(self, num_tokens: int) -> int:
         """Return how many blocks hold `num_tokens` tokens."""
+        return -(-num_tokens // self.config.block_size)
 
     def max_blocks_needed(self, request: Request) -> int:
         """Return how many blocks a request takes of an empty pool at its largest, as it is submitted."""
@@ -60,12 +57,14 @@ class KVManager(Protocol):
 
     def host_table(self, request_id: str) -> tuple[int, ...]:
         """Return a request's block table in the host's pool; empty if it is not swapped out."""
+        return ()
 
     def num_private_blocks(self, request_id: str) -> int:
         """Return how many blocks would be free if a request gave back its own."""
 
     def num_cached_tokens(self, state: RequestState) -> int:
         """Return the tokens of a waiting request whose KV is in the prefix cache."""
+        return 0
 
     def admit(self, state: RequestState, sibling: RequestState | None) -> bool:
         """Begin the table of a request that holds nothing, if there is room for all its known tokens.
@@ -103,12 +102,15 @@ class KVManager(Protocol):
         Returns:
             Those of the other requests that share one of them, and so share nothing.
         """
+        return []
 
     def swap_out(self, state: RequestState) -> bool:
         """Move a request's KV to the host, if it has any and the host has room."""
+        return False
 
     def swap_in(self, state: RequestState) -> bool:
         """Bring a request's KV back to the device, if there is room for it and its next tokens."""
+        return False
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request.
@@ -122,6 +124,7 @@ class KVManager(Protocol):
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Return the copies that became necessary since the last call, in their order."""
+        return ()
 
     def take_events(self) -> BlockEvents:
         """Return what became of blocks since the last call."""
@@ -135,9 +138,7 @@ class KVManager(Protocol):
 
 
 class EventLog:
-    """Block events as they come about; see `step.BlockEvents` for the lists."""
-
-    __slots__ = ("cached", "evicted", "freed", "host_freed", "host_held", "released")
+    """Block events as they come about; see `step.BlockEvents` for the lists, which are in its order."""
 
     def __init__(self) -> None:
         self.cached: list[int] = []
@@ -149,13 +150,10 @@ class EventLog:
 
     def take(self) -> BlockEvents:
         """Return the events since the last call."""
-        lists = self._lists()
+        lists = vars(self).values()
         if not any(lists):
             return NO_EVENTS
         events = BlockEvents(*map(tuple, lists))
         for happened in lists:
             happened.clear()
         return events
-
-    def _lists(self) -> tuple[list[Any], ...]:
-        return self.cached, self.evicted, self.freed, self.released, self.host_held, self.host_freed

@@ -1,11 +1,11 @@
 """The paged KV manager: what one request takes, shares, swaps and gives back."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from cbresearch.config import CacheConfig
-from cbresearch.kv.block_manager import BlockManager
+from cbresearch.kv.block_manager import BlockManager, Pair
 from cbresearch.kv.interface import NULL_BLOCK
-from cbresearch.kv.prefix_cache import Content, ExtraKeys, digest_of
+from cbresearch.kv.prefix_cache import ExtraKeys
 from cbresearch.request import Request, RequestState
 from cbresearch.step import Transfer
 
@@ -16,19 +16,14 @@ class PagedKV(BlockManager):
     Args:
         config: The pools' sizes, and whether prefixes are cached.
         max_chunk: Most tokens of one request that a step computes; it bounds what a sliding window holds.
-        digest: Maps a block's content to its digest; a test may give a bad one.
         recomputes_last: Whether a finished request's last position may be computed over again (a padding
             row), so that what it attends to has to stay.
     """
 
     def __init__(
-        self,
-        config: CacheConfig,
-        max_chunk: int | None = None,
-        digest: Callable[[Content], bytes] = digest_of,
-        recomputes_last: bool = False,
+        self, config: CacheConfig, max_chunk: int | None = None, recomputes_last: bool = False
     ) -> None:
-        super().__init__(config, max_chunk, digest)
+        super().__init__(config, max_chunk)
         self._num_recomputed = int(recomputes_last)
         self._transfers: list[Transfer] = []
 
@@ -71,9 +66,8 @@ class PagedKV(BlockManager):
         state.num_skipped_tokens = size * num_skipped
         if num_copies:
             # The one block that it shares and writes: the copy stands in its table before anything reads it.
-            pairs = self.copy_on_write(state.id, num_cached // size)
-            assert pairs is not None
-            self._transfers += [Transfer("copy", source, target) for source, target in pairs]
+            is_copied = self._note("copy", self.copy_on_write(state.id, num_cached // size))
+            assert is_copied
         return True
 
     def update(self, state: RequestState, start: int) -> None:
@@ -99,32 +93,26 @@ class PagedKV(BlockManager):
         """Take a request's blocks behind its first `num_computed` tokens out of the prefix cache."""
         if not self.config.prefix_caching:
             return []
-        taken = set(self.uncache_blocks(state.id, num_computed))
+        taken = set(self._prefixes.leave(state.id, self._tables[state.id], num_computed))
         return [other for other in others if other is not state and taken & {*self.table(other.id)}]
 
     def swap_out(self, state: RequestState) -> bool:
         """Move a request's KV to the host, if it has any and the host has room."""
-        pairs = self.move_to_host(state.id, state.num_computed_tokens)
-        if pairs is None:
-            return False
-        self._transfers += [Transfer("swap_out", source, target) for source, target in pairs]
-        return True
+        return self._note("swap_out", self.move_to_host(state.id, state.num_computed_tokens))
 
     def swap_in(self, state: RequestState) -> bool:
         """Bring a request's KV back to the device, if there is room for it and its next tokens."""
-        if not self.can_move_to_device(state.id, state.num_tokens):
-            return False
-        pairs = self.move_to_device(state.id)
-        assert pairs is not None
-        self._transfers += [Transfer("swap_in", source, target) for source, target in pairs]
-        return True
+        return self._note("swap_in", self.move_to_device(state.id, state.num_tokens))
 
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Return the copies that became necessary since the last call, in their order."""
-        if not self._transfers:
-            return ()
         taken, self._transfers = tuple(self._transfers), []
         return taken
+
+    def _note(self, kind: str, pairs: Iterable[Pair] | None) -> bool:
+        """Note that blocks have to be copied; None, which is no room, is False."""
+        self._transfers += [Transfer(kind, *pair) for pair in pairs or ()]
+        return pairs is not None
 
 
 def extra_keys_of(request: Request) -> ExtraKeys:

@@ -1,6 +1,6 @@
 """Which blocks hold which prefixes (vLLM's automatic prefix caching, by content and verified)."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ class Content(NamedTuple):
     extra_keys: ExtraKeys
 
 
-def digest_of(content: tuple[bytes, tuple[int, ...], ExtraKeys]) -> bytes:
+def digest_of(content: Content) -> bytes:
     """Return 16 bytes that stand for a block and all before it, the same in every process."""
     parent, token_ids, extra_keys = content
     digest = blake2b(parent, digest_size=16)
@@ -32,15 +32,11 @@ class PrefixCache:
     Args:
         num_blocks: Blocks in the pool.
         block_size: Tokens per block.
-        digest: Maps a block's content to the name by which it is found.
         events: Where blocks that become findable, or cease to be, are logged.
     """
 
-    def __init__(
-        self, num_blocks: int, block_size: int, digest: Callable[[Content], bytes], events: EventLog
-    ) -> None:
+    def __init__(self, num_blocks: int, block_size: int, events: EventLog) -> None:
         self._block_size = block_size
-        self._digest = digest
         self._events = events
         self._contents: list[Content | None] = [None] * num_blocks
         self._index: dict[bytes, int] = {}
@@ -61,7 +57,7 @@ class PrefixCache:
         parent = b""
         for end in range(self._block_size, len(token_ids), self._block_size):
             content = Content(parent, tuple(token_ids[end - self._block_size : end]), extra_keys)
-            parent = self._digest(content)
+            parent = digest_of(content)
             block = self._index.get(parent)
             if block is None or self._contents[block] != content:
                 break
@@ -75,7 +71,7 @@ class PrefixCache:
             content = self._contents[block] if block != NULL_BLOCK else None
             if content is None:
                 break
-            digests.append(self._digest(content))
+            digests.append(digest_of(content))
         self._chains[request_id] = digests
 
     def enter(
@@ -92,7 +88,7 @@ class PrefixCache:
             begin = place * self._block_size
             parent = digests[-1] if digests else b""
             content = Content(parent, tuple(token_ids[begin : begin + self._block_size]), extra_keys)
-            digest = self._digest(content)
+            digest = digest_of(content)
             holder, block = self._index.get(digest), table[place]
             if holder is not None and self._contents[holder] != content:
                 # Another content holds the digest: what follows could be mistaken for its continuation.
@@ -124,18 +120,14 @@ class PrefixCache:
         """Make a block unfindable: its content is about to go."""
         content = self._contents[block]
         assert content is not None
-        del self._index[self._digest(content)]
+        del self._index[digest_of(content)]
         self._contents[block] = None
         self._events.evicted.append(block)
 
     def check(self) -> set[int]:
         """Prove that the index and the contents agree; return the blocks that can be found."""
-        named = {block for block, content in enumerate(self._contents) if content is not None}
-        assert sorted(self._index.values()) == sorted(named), "the index differs from the blocks' contents"
-        for block in named:
-            content = self._contents[block]
-            assert content is not None
-            assert self._index[self._digest(content)] == block, (
-                f"block {block} is indexed under a false digest"
-            )
-        return named
+        known = {block: content for block, content in enumerate(self._contents) if content is not None}
+        assert sorted(self._index.values()) == list(known), "the index differs from the blocks' contents"
+        for block, content in known.items():
+            assert self._index[digest_of(content)] == block, f"block {block} has a false digest"
+        return set(known)

@@ -6,26 +6,15 @@ from typing import NamedTuple, TypeVar
 
 from cbresearch import names
 from cbresearch.policies import base, batching, fairness, memory, servers, size, urgency
-from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
-from cbresearch.policies.memory import Admitting
-from cbresearch.policies.size import Ranked
-
-__all__ = [
-    "Admitting",
-    "Entry",
-    "Policy",
-    "Proposal",
-    "Ranked",
-    "View",
-    "available",
-    "get",
-    "in_turn",
-    "joining",
-    "queued",
-    "register",
-    "table",
-    "whole",
-]
+from cbresearch.policies.base import Policy as Policy
+from cbresearch.policies.base import Proposal as Proposal
+from cbresearch.policies.base import View as View
+from cbresearch.policies.base import in_turn as in_turn
+from cbresearch.policies.base import joining as joining
+from cbresearch.policies.base import queued as queued
+from cbresearch.policies.base import whole as whole
+from cbresearch.policies.memory import Admitting as Admitting
+from cbresearch.policies.size import Ranked as Ranked
 
 PolicyClass = TypeVar("PolicyClass", bound=type[Policy])
 
@@ -44,19 +33,6 @@ class Entry(NamedTuple):
     source: str
 
 
-_ALIASES = {
-    "max_utilization": Entry(
-        "Admit what fits now and preempt the latest when memory runs out, which is what `fcfs` does.",
-        "memory",
-        "TensorRT-LLM, MAX_UTILIZATION",
-    ),
-    "splitfuse": Entry(
-        "Fill each step to the token budget with split and composed prompts, in the order of `sarathi`.",
-        "batching",
-        "Dynamic SplitFuse (DeepSpeed-FastGen, 2024)",
-    ),
-}
-
 # The one registry of the package: a notebook cell adds to it, and every entry point looks names up in it. It
 # starts with the classes that say where their rule was published; the others are bases.
 _REGISTRY: dict[str, type[Policy]] = {
@@ -64,7 +40,7 @@ _REGISTRY: dict[str, type[Policy]] = {
     for module in (base, batching, fairness, memory, servers, size, urgency)
     for policy in vars(module).values()
     if isinstance(policy, type) and issubclass(policy, Policy) and "source" in vars(policy)
-} | {"max_utilization": Policy, "splitfuse": servers.Sarathi}
+}
 
 
 def register(policy: PolicyClass) -> PolicyClass:
@@ -90,13 +66,13 @@ def available() -> Mapping[str, str]:
 
 def table() -> Mapping[str, Entry]:
     """Return the known policies by name, each with its one-line rule, its family and its source."""
-    return {name: _ALIASES.get(name) or _entry(policy) for name, policy in sorted(_REGISTRY.items())}
-
-
-def _entry(policy: type[Policy]) -> Entry:
-    rule = (inspect.getdoc(policy) or "").partition("\n")[0]
-    # A base's source is not that of a policy derived from it.
-    return Entry(rule, policy.family, vars(policy).get("source", ""))
+    return {
+        # A base's source is not that of a policy derived from it.
+        name: Entry(
+            (inspect.getdoc(policy) or "").split("\n")[0], policy.family, vars(policy).get("source", "")
+        )
+        for name, policy in sorted(_REGISTRY.items())
+    }
 
 
 def get(name: str | Policy) -> Policy:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
+from cbresearch.policies.servers import Sarathi
 from cbresearch.request import RequestState
 
 
@@ -51,6 +52,14 @@ class Static(Policy):
         self._joining = []
         if view.token_budget == view.max_num_batched_tokens:
             yield from whole(in_turn(view))
+
+
+class SplitFuse(Sarathi):
+    """Fill each step to the token budget with split and composed prompts, in the order of `sarathi`."""
+
+    name = "splitfuse"
+    source = "Dynamic SplitFuse (DeepSpeed-FastGen, 2024)"
+    fast_forward = True
 
 
 class PrefillFirst(Policy):

@@ -8,15 +8,20 @@ from cbresearch.request import RequestState
 
 
 class Charging(Policy):
-    """First come, first served, with an account for each client; a base for fair shares."""
+    """First come, first served, with an account for each client; a base for fair shares.
+
+    Attributes:
+        accounts: Tokens of each client, weighted: what it was served, or the credit that it has left.
+        output_weight: What an output token adds.
+    """
+
+    output_weight = 1.0
 
     def begin(self) -> None:
         """Clear all accounts."""
+        self.accounts: defaultdict[str, float] = defaultdict(float)
         self._charged: dict[str, int] = {}
         self._waiting: list[RequestState] = []
-
-    def charge(self, client: str, num_outputs: int) -> None:
-        """Charge a client for output tokens."""
 
     def on_client_active(self, client: str, active: Iterable[str]) -> None:
         """Note that a client without waiting requests now has one; the `active` clients had some before."""
@@ -26,7 +31,7 @@ class Charging(Policy):
         new = request.num_output_tokens - self._charged.pop(request.id, 0)
         if request.finish_reason is None:
             self._charged[request.id] = request.num_output_tokens
-        self.charge(request.client, new)
+        self.accounts[request.client] += self.output_weight * new
 
     def group_waiting_by_client(self, view: View) -> dict[str, list[RequestState]]:
         """Return each client's waiting requests in order; calls `on_client_active` for new clients."""
@@ -62,33 +67,24 @@ class VirtualTokenCounter(Charging):
         self.prompt_weight, self.output_weight = prompt_weight, output_weight
         # Sums of whole numbers are exact: it makes no difference in how many parts they are added.
 
-    def begin(self) -> None:
-        """Set all counters to 0."""
-        super().begin()
-        self.counters: defaultdict[str, float] = defaultdict(float)
-
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose the running requests, then the head of the least served client's queue, repeatedly."""
         yield from whole(in_turn(view))
         queues = self.group_waiting_by_client(view)
         while queues and view.admitting:
-            client = min(queues, key=lambda name: (self.counters[name], name))
+            client = min(queues, key=lambda name: (self.accounts[name], name))
             head = queues[client].pop(0)
             is_new = head.first_scheduled is None
             yield head, head.num_pending_tokens
             if is_new and head.seat is not None:
-                self.counters[client] += self.prompt_weight * head.num_prompt_tokens
+                self.accounts[client] += self.prompt_weight * head.num_prompt_tokens
             if not queues[client]:
                 del queues[client]
 
-    def charge(self, client: str, num_outputs: int) -> None:
-        """Count output tokens."""
-        self.counters[client] += self.output_weight * num_outputs
-
     def on_client_active(self, client: str, active: Iterable[str]) -> None:
         """Lift the client's counter."""
-        least = min((self.counters[other] for other in active), default=0.0)
-        self.counters[client] = max(self.counters[client], least)
+        least = min((self.accounts[other] for other in active), default=0.0)
+        self.accounts[client] = max(self.accounts[client], least)
 
 
 class DeficitLongestPrefix(Charging):
@@ -105,32 +101,24 @@ class DeficitLongestPrefix(Charging):
     name = "dlpm"
     family = "fairness"
     source = "DLPM (2025, arXiv 2501.14312)"
+    output_weight = -1.0
 
     def __init__(self, quantum: int = 512) -> None:
         self.quantum = quantum
-
-    def begin(self) -> None:
-        """Set all credit to 0."""
-        super().begin()
-        self.credit: defaultdict[str, int] = defaultdict(int)
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose the running requests, then the longest cached prefix of clients with credit, repeatedly."""
         yield from whole(in_turn(view))
         waiting = by_cached_prefix(view, queued(view)) if view.admitting else []
         while waiting and view.admitting:
-            while all(self.credit[request.client] <= 0 for request in waiting):
+            while all(self.accounts[request.client] <= 0 for request in waiting):
                 for client in {request.client for request in waiting}:
-                    self.credit[client] += self.quantum
-            head = next(request for request in waiting if self.credit[request.client] > 0)
+                    self.accounts[client] += self.quantum
+            head = next(request for request in waiting if self.accounts[request.client] > 0)
             waiting.remove(head)
             yield head, head.num_pending_tokens
             if head.seat is not None:
-                self.credit[head.client] -= head.num_pending_tokens
-
-    def charge(self, client: str, num_outputs: int) -> None:
-        """Charge output tokens."""
-        self.credit[client] -= num_outputs
+                self.accounts[head.client] -= head.num_pending_tokens
 
 
 class LongestPrefixMatch(Policy):

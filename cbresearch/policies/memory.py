@@ -7,6 +7,15 @@ from cbresearch.policies.base import Policy, Proposal, View, in_turn, queued, wh
 from cbresearch.request import RequestState
 
 
+class MaxUtilization(Policy):
+    """Admit what fits now and preempt the latest when memory runs out, which is what `fcfs` does."""
+
+    name = "max_utilization"
+    family = "memory"
+    source = "TensorRT-LLM, MAX_UTILIZATION"
+    fast_forward = True
+
+
 class Admitting(Policy):
     """First come, first served, with a rule for admission; a request alone in the pool is always admitted."""
 

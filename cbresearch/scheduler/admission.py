@@ -1,6 +1,7 @@
 """Whether a request can be served at all, and which requests are preempted for a waiting one."""
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from cbresearch.config import SchedulerConfig
 from cbresearch.kv import KVManager
@@ -63,7 +64,7 @@ def choose_preempted(
             return ()
         if state not in candidates:
             raise ValueError(
-                f"policy {policy.name!r} displaces {state}; choose one of the candidates, or None"
+                f"policy {policy.name!r} displaces {state}; choose one of the candidates or None"
             )
         candidates.remove(state)
         chosen.append(state)
@@ -74,12 +75,7 @@ def choose_preempted(
 
 def farthest_sibling(state: RequestState, running: Sequence[RequestState]) -> RequestState | None:
     """Return the parallel sample of the same prompt that has come farthest, if one runs."""
-    request = state.request
-    siblings = [
-        other
-        for other in running
-        if other.request.group == request.group
-        and other.request.prompt == request.prompt
-        and other.request.cache_salt == request.cache_salt
-    ]
+    shared = attrgetter("group", "prompt", "cache_salt")
+    mine = shared(state.request)
+    siblings = [other for other in running if shared(other.request) == mine]
     return max(siblings, key=lambda other: other.num_computed_tokens, default=None)

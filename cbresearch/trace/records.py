@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import ClassVar
 
 from cbresearch.request import TokenLogprobs
 from cbresearch.step import NO_EVENTS, BlockEvents, Plan, PoolState
@@ -23,7 +24,7 @@ class Origin:
     """
 
     engine: str = "cbresearch"
-    version: str = __version__
+    version: str = field(default_factory=lambda: __version__)
     model: str | None = None
 
 
@@ -127,6 +128,9 @@ class RequestRecord:
     num_recomputed_tokens: int = 0
     error: str | None = None
     logprobs: tuple[TokenLogprobs, ...] = field(default=(), compare=False)
+
+    # What reads a file lets a logarithm of 0 pass.
+    __pydantic_config__: ClassVar = {"allow_inf_nan": True}
 
     @property
     def is_rejected(self) -> bool:

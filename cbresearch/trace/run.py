@@ -1,11 +1,11 @@
 """A run: its limits, its records, and the columns that are worked out from them."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,27 +20,9 @@ from cbresearch.trace.storage import Header, read, written
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["Stay", "Trace", "load"]
+__all__ = ["Trace", "load"]
 
 T = TypeVar("T")
-
-
-class Stay(NamedTuple):
-    """A request's uninterrupted stay in a seat.
-
-    Attributes:
-        request_id: Id of the request.
-        seat: Its row in the batch.
-        first_step: Index of the first step of the stay.
-        last_step: Index of the last one.
-        num_padding_steps: Steps at the end of the stay in which the row was computed for nothing.
-    """
-
-    request_id: str
-    seat: int
-    first_step: int
-    last_step: int
-    num_padding_steps: int
 
 
 @dataclass(frozen=True)
@@ -115,22 +97,6 @@ class Trace:
         """Return the seconds from the start of the run to the end of its last step."""
         return self.steps[-1].end if self.steps else 0.0
 
-    def stays(self) -> Iterator[Stay]:
-        """Yield each stay of a request in a seat: those that a preemption ended first, in no other order."""
-        stays: dict[str, Stay] = {}
-        for record in self.steps:
-            plan, step = record.plan, record.plan.step
-            for request, seat, _ in plan.admitted:
-                stays[request.id] = Stay(request.id, seat, step, step, 0)
-            yield from map(stays.pop, plan.preempted)
-            for entry in plan.scheduled:
-                stays[entry.request_id] = stays[entry.request_id]._replace(last_step=step)
-            for row in plan.padding:
-                stay = stays[row.request_id]
-                num_padding = stay.num_padding_steps + 1
-                stays[row.request_id] = stay._replace(last_step=step, num_padding_steps=num_padding)
-        yield from stays.values()
-
     def steps_frame(self) -> "pd.DataFrame":
         """Return `step_columns` as a pandas frame."""
         import pandas as pd
@@ -143,25 +109,16 @@ class Trace:
 
         return pd.DataFrame(dict(self.request_columns))
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the limits of the run and its requests as plain values for `results.json`."""
-        names = ("id", "tokens", "arrival", "first_token", "finish", "error")
-        return {
-            "policy": self.policy,
-            "limits": {**asdict(self.scheduler), **asdict(self.cache)},
-            "requests": [
-                {**{name: getattr(record, name) for name in names}, "preemptions": record.num_preemptions}
-                for record in self.requests
-            ],
-        }
-
     def save(self, path: str | Path) -> Path:
         """Write the whole trace as JSON lines, which `trace.load` reads back bit for bit.
 
         Args:
             path: Where to write it, whole or not at all; with the ending ".gz" it is compressed.
         """
-        path, header = Path(path), Header(self.policy, self.scheduler, self.cache, self.origin)
+        path, header = (
+            Path(path),
+            Header("cbresearch.trace", 1, self.policy, self.scheduler, self.cache, self.origin),
+        )
         write_whole(path, written(path, header, self.parts, self.requests))
         return path
 
@@ -179,4 +136,4 @@ def load(path: str | Path) -> Trace:
         ValueError: It is no trace; the message names the file, the line and what is wrong there.
     """
     header, parts, requests = read(Path(path))
-    return Trace(**vars(header), steps=Steps(parts), requests=requests)
+    return Trace(header.policy, header.scheduler, header.cache, Steps(parts), requests, header.origin)

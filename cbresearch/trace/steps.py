@@ -36,10 +36,8 @@ class Steps(Sequence[StepRecord]):
         if isinstance(places, range):
             return tuple(self[place] for place in places)
         number = bisect_right(self._ends, places)
-        part = self.parts[number]
-        return (
-            part if isinstance(part, StepRecord) else step_of(part, places - self._ends[number] + len(part))
-        )
+        part, end = self.parts[number], self._ends[number]
+        return part if isinstance(part, StepRecord) else step_of(part, places - end + len(part))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Steps | tuple):

@@ -7,12 +7,11 @@ import reprlib
 import warnings
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
-from types import UnionType
-from typing import Any, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, Self
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.step import DecodeRun
@@ -21,19 +20,21 @@ from cbresearch.trace.steps import Part
 
 __all__ = ["TraceWriter"]
 
-_FORMAT = {"format": "cbresearch.trace", "version": 1}
-
-_type_hints = cache(get_type_hints)
+_STRICT = {"extra": "forbid", "allow_inf_nan": False}
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the first line holds, beside the format and its version."""
+    """What the first line holds; readers know the file by `format` and `version`."""
 
+    format: Literal["cbresearch.trace"]
+    version: Literal[1]
     policy: str
     scheduler: SchedulerConfig
     cache: CacheConfig
     origin: Origin
+
+    __pydantic_config__: ClassVar = _STRICT
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class TraceLine:
     queued: RequestRecord | None = None
     request: RequestRecord | None = None
     tokens: Mapping[str, tuple[int, ...]] | None = None
+
+    __pydantic_config__: ClassVar = _STRICT
 
 
 class TraceWriter:
@@ -76,7 +79,7 @@ class TraceWriter:
             raise ValueError(f"{path}: what is appended is not compressed; give a name that ends otherwise")
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         self._file = Path(path).open("w", buffering=1, newline="\n")  # noqa: SIM115 - close() closes it
-        self._write({**_FORMAT, **vars(Header(policy, scheduler, cache, origin or Origin()))})
+        self._write(Header("cbresearch.trace", 1, policy, scheduler, cache, origin or Origin()))
 
     def step(self, part: Part, tokens: Mapping[str, int | Sequence[int]] | None = None) -> None:
         """Write a step or a decode run.
@@ -112,7 +115,7 @@ class TraceWriter:
 
 def written(path: Path, header: Header, parts: Sequence[Part], requests: Sequence[RequestRecord]) -> bytes:
     """Return the content of a trace's file, compressed if its name ends so."""
-    lines = [{**_FORMAT, **vars(header)}, *map(_line, parts), *(TraceLine(request=it) for it in requests)]
+    lines = [header, *map(_line, parts), *(TraceLine(request=it) for it in requests)]
     data = "".join(map(_encoded, lines)).encode()
     # No time inside, so that the same trace gives the same bytes.
     return gzip.compress(data, mtime=0) if path.suffix == ".gz" else data
@@ -164,32 +167,35 @@ def _parsed(path: Path) -> tuple[Header, list[TraceLine]]:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: this is no whole gzip file: {error}") from error
-    *whole, rest = data.split(b"\n")
-    head: Header | None = None
-    lines: list[TraceLine] = []
-    for number, line in enumerate([*whole, rest] if rest else whole, start=1):
-        try:
-            content = json.loads(line)
-            if head is not None:
-                lines.append(_checked(_read(TraceLine, content)))
-            elif isinstance(content, dict) and _FORMAT.items() <= content.items():
-                head = _read(Header, {name: value for name, value in content.items() if name not in _FORMAT})
-            else:
-                raise ValueError(f"this is no header of a trace, which has {_FORMAT}")
-        except (ValueError, OverflowError, RecursionError) as error:
-            if head is None or number <= len(whole):
-                raise ValueError(f"{path}, line {number}: {error}") from error
-            warnings.warn(f"{path}, line {number}: the line is cut off and left out", stacklevel=4)
-    if head is None:
+    if not data:
         raise ValueError(f"{path}: the file is empty; a trace begins with a header")
-    return head, lines
+    first, *others = data.split(b"\n")
+    try:
+        header: Header = _read(Header, first)
+    except ValueError as error:
+        raise ValueError(f"{path}, line 1: this is no header of a trace: {error}") from None
+    lines: list[TraceLine] = []
+    for number, line in enumerate(others, start=2):
+        try:
+            if line or number <= len(others):
+                lines.append(_checked(_read(TraceLine, line)))
+        except ValueError as error:
+            if number <= len(others):
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            warnings.warn(f"{path}, line {number}: the line is cut off and left out", stacklevel=4)
+    return header, lines
 
 
 def _checked(line: TraceLine) -> TraceLine:
-    """Reject columns of unequal length."""
+    """Reject columns of unequal length, and numbers of a request that are none."""
     tables: list[tuple[Sized, ...]] = []
     for record in filter(None, (line.queued, line.request)):
         tables.append((record.tokens, record.token_times))
+        logprobs = (value for one in record.logprobs for value in (one.logprob, *one.top_logprobs))
+        for value in (record.arrival, record.queued, record.first_scheduled, *record.token_times, *logprobs):
+            # The logarithm of a probability of 0 is -inf.
+            if value is not None and not value < math.inf:
+                raise ValueError(f"{value} is no number that a trace holds")
     if (run := line.run) is not None:
         tables += [(run.durations, run.ends), (run.taken_in, run.taken_by, run.blocks)]
         tables.append((run.request_ids, run.seats, run.starts, run.num_steps))
@@ -216,56 +222,26 @@ def _plain(value: Any) -> Any:
     return {name: item for name, (item, default) in given.items() if item != default}
 
 
-def _json_type(kind: Any) -> Any:
-    """Return the type that a value of some type has in parsed JSON."""
-    if is_dataclass(kind) or get_origin(kind) is Mapping:
-        return dict
-    return list if get_origin(kind) is tuple or hasattr(kind, "_fields") else kind
+@cache
+def _adapter(kind: Any) -> Any:
+    # Loaded when a file is first read: a simulation starts without it.
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(kind)
 
 
-def _read(kind: Any, value: Any) -> Any:
-    """Return a parsed JSON value as a value of a type.
+def _read(kind: Any, line: bytes) -> Any:
+    """Return a line of JSON as a value of a type.
 
     Raises:
         ValueError: It is none; the message says where and why.
     """
-    origin, arguments = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        fitting = [choice for choice in arguments if _json_type(choice) is type(value)]
-        return _read((fitting or arguments)[0], value)
-    if type(value) is not _json_type(kind) and (kind, type(value)) != (float, int):
-        raise ValueError(f"{reprlib.repr(value)} is no {getattr(kind, '__name__', kind)}")
-    if kind is float and not value < math.inf:
-        raise ValueError(f"{value} is no number that a trace holds")
-    if origin is Mapping:
-        return {name: _read(arguments[1], item) for name, item in value.items()}
-    if origin is tuple and arguments[-1] is ...:
-        each = arguments[0]
-        if each in (int, float) and {each}.issuperset(map(type, value)) and all(map(math.isfinite, value)):
-            return tuple(value)
-        return tuple([_read(each, item) for item in value])
-    if _json_type(kind) is list:
-        names = arguments or kind._fields
-        if len(names) != len(value):
-            raise ValueError(f"{reprlib.repr(value)} has {len(value)} values, not {len(names)}")
-        pairs = zip(names, value, strict=True)
-        return tuple([_read(each, item) for each, item in pairs]) if origin else _build(kind, pairs)
-    if is_dataclass(kind):
-        return _build(kind, value.items())
-    return float(value) if kind is float else value
+    from pydantic import ValidationError
 
-
-def _build(kind: Any, values: Iterable[tuple[str, Any]]) -> Any:
-    """Return a dataclass or a named tuple from parsed JSON values by name."""
-    given, hints = {}, _type_hints(kind)
-    for name, value in values:
-        if name not in hints:
-            raise ValueError(f"a {kind.__name__} has no {name!r}")
-        try:
-            given[name] = _read(hints[name], value)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
     try:
-        return kind(**given)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+        return _adapter(kind).validate_json(line, strict=True)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = "".join(f"{place}: " for place in first["loc"])
+        reason = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{where}{reason}; it is {reprlib.repr(first['input'])}") from None

@@ -74,7 +74,7 @@ class Prefill(NamedTuple):
 class SeatStay:
     """A request's stay in a seat, with what each of its steps was good for.
 
-    Unlike `trace.Stay`, it tells the steps in which the request was served from those in which it was not,
+    Unlike `export.Stay`, it tells the steps in which the request was served from those in which it was not,
     and a preempted request's seat is taken until the step that takes it away.
 
     Attributes:

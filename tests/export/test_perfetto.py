@@ -16,7 +16,7 @@ from set_up_browser import REMEDY, find_browser
 
 from cbresearch import CacheConfig, Request, SchedulerConfig, simulate
 from cbresearch.costs import Linear
-from cbresearch.export import to_chrome, to_perfetto
+from cbresearch.export import stays_of, to_chrome, to_perfetto
 from cbresearch.trace import Trace
 
 LIMITS = SchedulerConfig(4, 24, preemption="swap")
@@ -96,7 +96,7 @@ def test_a_seat_that_is_held_without_service_shows_no_phase():
         step for step in trace.steps if "early" not in {entry.request_id for entry in step.plan.scheduled}
     ]
     assert idle[0].start < next(record.finish for record in trace.requests if record.id == "early")
-    seat = next(stay.seat for stay in trace.stays() if stay.request_id == "early")
+    seat = next(stay.seat for stay in stays_of(trace) if stay.request_id == "early")
     phases = [event for event in events(trace, "X") if event["cat"] == "phase" and event["tid"] == seat]
     for event in phases:
         first, end = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
@@ -198,7 +198,7 @@ def test_perfetto_itself_counts_what_the_trace_counts(tmp_path):
     trace = run("fcfs")
     with perfetto(to_perfetto(trace, tmp_path / "run.json")) as ask:
         assert ask("select name from stats where severity = 'error' and value > 0") == []
-        stays = list(trace.stays())
+        stays = list(stays_of(trace))
         rows = ask(
             "select t.name, count(*), sum(s.dur) from slice s join thread_track k on s.track_id = k.id "
             "join thread t using (utid) where s.category = 'stay' group by t.name order by t.name"

@@ -22,6 +22,7 @@ from cbresearch import (
     simulate,
 )
 from cbresearch.costs import CARDS, Linear, Roofline
+from cbresearch.export import stays_of
 from cbresearch.serve import serve
 from cbresearch.simulator import CostExecutor
 from cbresearch.step import DecodeRun
@@ -103,7 +104,7 @@ def test_metrics_columns_and_stays_of_decode_runs_are_those_of_their_steps(polic
     fast, stepped = both(workload(30), policy, cost=COST, scheduler=limits, cache=cache)
     assert runs_of(fast) and not runs_of(stepped)
     assert metrics.summary(fast) == metrics.summary(stepped)
-    assert sorted(fast.stays()) == sorted(stepped.stays())
+    assert sorted(stays_of(fast)) == sorted(stays_of(stepped))
     assert fast.steps_frame().equals(stepped.steps_frame())
     assert fast.requests_frame().equals(stepped.requests_frame())
 

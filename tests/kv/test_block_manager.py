@@ -294,13 +294,11 @@ def test_a_move_between_the_tiers_that_lacks_its_last_block_changes_neither_pool
     assert pool.num_free_blocks == 4
     pool.allocate("b", 4)
     before = snapshot(pool)
-    assert not pool.can_move_to_device("a", 6)
-    assert pool.move_to_device("a") is None
+    assert pool.move_to_device("a", 6) is None
     assert snapshot(pool) == before
     pool.check()
     pool.free("b")
-    assert pool.can_move_to_device("a", 6)
-    assert len(pool.move_to_device("a")) == 3
+    assert len(pool.move_to_device("a", 6)) == 3
     assert (pool.num_held_blocks, pool.num_held_host_blocks) == (3, 0)
 
 
@@ -311,7 +309,7 @@ def test_only_a_full_block_is_mirrored_on_both_tiers_while_a_fork_goes_on_writin
     assert [source for source, _ in out] == [full, partial]
     # The parent may write on in its block: the child's content is safe on the host.
     assert pool.copy_on_write("parent", 1) == ()
-    back = pool.move_to_device("child")
+    back = pool.move_to_device("child", 3)
     pool.check()
     # What is full is shared again, and what is not comes back to a block of its own.
     assert [source for source, _ in back] == [out[1][1]]

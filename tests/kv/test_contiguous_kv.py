@@ -18,9 +18,11 @@ MAX_LEN = 40
 identities = st.sampled_from(IDS)
 
 
-def admits(pool, request_id, num_tokens=1):
-    """Ask whether a request that waits could join with so many tokens."""
-    return pool.admit(RequestState(Request(request_id, max(1, num_tokens), 1), 0), None)
+def join(pool, request, num_tokens=None):
+    """Let a request that waits join with so many tokens, by default its prompt; return whether it could."""
+    state = RequestState(request, 0)
+    state.num_tokens = state.num_tokens if num_tokens is None else num_tokens
+    return pool.admit(state, None)
 
 
 class ListPool:
@@ -70,6 +72,7 @@ class ReservationsAgainstAList(RuleBasedStateMachine):
         self.model = ListPool(num_blocks)
         self.block_size, self.kind = block_size, kind
         self.needed: dict[str, int] = {}
+        self.requests: dict[str, Request] = {}
         self.tables: dict[str, tuple[int, ...]] = {}
         self.tokens: dict[str, int] = {}
 
@@ -84,29 +87,28 @@ class ReservationsAgainstAList(RuleBasedStateMachine):
         whole = ListPool(len(self.model.owners)).fits(needed)
         assert (run <= self.pool.num_blocks) == whole
         if whole:
-            self.needed[request_id] = needed
+            self.needed[request_id], self.requests[request_id] = needed, request
             self.tokens[request_id] = prompt + output - 1
 
     @rule(request_id=identities, part=st.floats(0, 1))
     def allocate(self, request_id, part):
-        if request_id not in self.needed:
+        if request_id not in self.tables:
             with pytest.raises(ValueError, match=f"{request_id!r} wants room"):
                 self.pool.allocate(request_id, 1)
+        if request_id not in self.needed:
             return
         needed, num_tokens = self.needed[request_id], int(part * self.tokens[request_id])
         if request_id in self.tables:
             assert self.pool.allocate(request_id, num_tokens) == ()
             return
         fits = self.model.fits(needed)
-        assert admits(self.pool, request_id, num_tokens) == fits
-        added = self.pool.allocate(request_id, num_tokens)
+        start = self.model.place(needed) if fits else 0
+        assert join(self.pool, self.requests[request_id], num_tokens) == fits
         if not fits:
-            assert added is None
             return
-        start = self.model.place(needed)
-        assert added == tuple(range(start, start + needed))
+        assert self.pool.allocate(request_id, num_tokens) == ()
         self.model.take(request_id, start, needed)
-        self.tables[request_id] = added
+        self.tables[request_id] = tuple(range(start, start + needed))
 
     @rule(request_id=identities)
     def free_twice(self, request_id):
@@ -155,14 +157,12 @@ def test_buddy_allocator_rejects_a_run_only_if_no_free_blocks_at_a_multiple_of_i
     rng = random.Random(seed)
     buddies, model, held = BuddyAllocator(num_blocks), ListPool(num_blocks), {}
     for name in map(str, range(60)):
-        for size in range(1, num_blocks + 2):
-            assert buddies.fits(size) == model.fits(size)
         if held and rng.random() < 0.5:
             gone = rng.choice(sorted(held))
             buddies.release(held.pop(gone))
             model.free(gone)
         else:
-            size = rng.randint(1, max(1, num_blocks // 3))
+            size = rng.randint(1, max(1, num_blocks // 3) if rng.random() < 0.8 else num_blocks + 1)
             address = buddies.allocate(size)
             assert (address is not None) == model.fits(size)
             if address is not None:
@@ -197,16 +197,16 @@ def test_buddy_allocator_merges_runs_freed_in_any_order_to_the_whole_pool():
 def test_contiguous_kv_finds_no_run_of_two_in_free_single_blocks():
     pool = manager(16, "oracle")
     for place in range(16):
-        pool.max_blocks_needed(Request(str(place), 1, 1))
-        assert pool.allocate(str(place), 1) == (place,)
+        assert join(pool, Request(str(place), 1, 1))
+        assert pool.table(str(place)) == (place,)
     for place in range(0, 16, 2):
         pool.free(str(place))
-    pool.max_blocks_needed(Request("pair", 1, 2))
     assert pool.num_free_blocks == 8
-    assert not admits(pool, "pair")
-    assert pool.allocate("pair", 1) is None
+    assert not join(pool, Request("pair", 1, 2))
+    assert not pool.holds("pair") and pool.num_free_blocks == 8
     pool.free("5")
-    assert pool.allocate("pair", 1) == (4, 5)
+    assert join(pool, Request("pair", 1, 2))
+    assert pool.table("pair") == (4, 5)
     pool.check()
 
 
@@ -222,11 +222,11 @@ def test_contiguous_kv_takes_the_same_blocks_whatever_the_request_ids():
     def addresses(names):
         rng, pool, taken, inside = random.Random(3), manager(500, "pow2"), [], []
         for name in names:
-            pool.max_blocks_needed(Request(name, rng.randint(1, 30), rng.randint(1, 30)))
-            while (added := pool.allocate(name, 1)) is None:
+            request = Request(name, rng.randint(1, 30), rng.randint(1, 30))
+            while not join(pool, request):
                 pool.free(inside.pop(rng.randrange(len(inside))))
             inside.append(name)
-            taken.append(added)
+            taken.append(pool.table(name))
         return taken
 
     assert addresses([f"a{place}" for place in range(300)]) == addresses(
@@ -278,9 +278,9 @@ def test_next_power_of_two_by_hand(number, power):
 def test_contiguous_kv_holds_seven_reservations_of_2048_in_the_papers_15_700_slots():
     pool = manager(15_700, "max", max_model_len=2048)
     for place in range(8):
-        assert pool.max_blocks_needed(Request(str(place), 161, 338)) == 2048
-        assert admits(pool, str(place), 161) == (place < 7)
-        assert (pool.allocate(str(place), 161) is None) == (place == 7)
+        request = Request(str(place), 161, 338)
+        assert pool.max_blocks_needed(request) == 2048
+        assert join(pool, request) == (place < 7)
     assert pool.num_held_blocks == 7 * 2048
     assert pool.num_unusable_blocks == 0
     assert pool.num_free_blocks == 15_700 - 7 * 2048
@@ -289,8 +289,11 @@ def test_contiguous_kv_holds_seven_reservations_of_2048_in_the_papers_15_700_slo
 def test_contiguous_kv_counts_reserved_blocks_and_the_rounding_apart():
     pool = manager(64, "oracle", block_size=16)
     # 100 + 30 - 1 tokens are 9 blocks, in a run of 16.
-    assert pool.max_blocks_needed(Request("a", 100, 30)) == 16
-    assert pool.allocate("a", 100) == tuple(range(9))
+    request = Request("a", 100, 30)
+    assert pool.max_blocks_needed(request) == 16
+    with pytest.raises(ValueError, match="'a' wants room for 145 tokens but reserved 9 blocks of 16"):
+        join(pool, request, 9 * 16 + 1)
+    assert join(pool, request)
     assert pool.table("a") == tuple(range(9))
     assert (pool.num_held_blocks, pool.num_unusable_blocks, pool.num_free_blocks) == (9, 7, 48)
     assert pool.blocks_for(129) == 9
@@ -307,25 +310,24 @@ def test_max_blocks_needed_exceeds_the_pool_if_no_run_can_be_long_enough():
     # 64 + 32 + 4 blocks: 64 is the longest run, though 100 are free.
     assert pool.max_blocks_needed(Request("fits", 60, 5)) == 64
     assert pool.max_blocks_needed(Request("too long", 60, 6)) == 128 > pool.num_blocks
-    assert admits(pool, "fits", 64)
-    with pytest.raises(ValueError, match="'too long' wants room"):
-        admits(pool, "too long")
+    assert not join(pool, Request("too long", 60, 6))
+    assert join(pool, Request("fits", 60, 5), 64)
 
 
 def test_a_preempted_request_reserves_the_same_run_again():
     pool = manager(32, "pow2")
-    pool.max_blocks_needed(Request("a", 5, 9))
-    first = pool.allocate("a", 5)
+    assert join(pool, Request("a", 5, 9))
+    first = pool.table("a")
     assert len(first) == 5 + 16
     pool.free("a")
     assert pool.table("a") == ()
-    assert pool.allocate("a", 11) == first
+    assert join(pool, Request("a", 5, 9), 11)
+    assert pool.table("a") == first
 
 
 def test_contiguous_kv_raises_at_the_second_free_of_a_run():
     pool = manager(8, "oracle")
-    pool.max_blocks_needed(Request("a", 3, 1))
-    pool.allocate("a", 1)
+    join(pool, Request("a", 3, 1))
     pool.free("a")
     with pytest.raises(ValueError, match="'a' holds no blocks"):
         pool.free("a")
@@ -339,9 +341,7 @@ def test_contiguous_kv_raises_at_the_second_free_of_a_run():
 
 def test_contiguous_kv_caches_shares_copies_and_swaps_nothing():
     pool = manager(8, "oracle")
-    request = Request("a", (1, 2, 3), 2)
-    pool.max_blocks_needed(request)
-    state = RequestState(request, 0)
+    state = RequestState(Request("a", (1, 2, 3), 2), 0)
     assert pool.admit(state, None)
     pool.allocate("a", 3)
     state.num_computed_tokens = 3
@@ -358,8 +358,7 @@ def test_contiguous_kv_caches_shares_copies_and_swaps_nothing():
 
 def test_a_run_never_grows_and_tells_what_it_can_hold():
     pool = manager(8, "oracle", block_size=2)
-    pool.max_blocks_needed(Request("a", 3, 4))
-    pool.allocate("a", 3)
+    join(pool, Request("a", 3, 4))
     assert pool.capacities(["a"]) == [6]
     assert pool.append_blocks([]) == []
     with pytest.raises(ValueError, match="does not grow"):
@@ -385,12 +384,12 @@ def test_contiguous_kv_rejects_a_paged_or_unknown_configuration():
     [
         lambda pool: pool._buddies._free[3].clear(),
         lambda pool: pool._buddies._free[0].add(8),
-        lambda pool: pool._buddies._orders.pop(8),
-        lambda pool: pool._buddies._orders.__setitem__(8, 3),
+        lambda pool: pool._buddies.held_runs.pop(8),
+        lambda pool: pool._buddies.held_runs.__setitem__(8, 3),
         lambda pool: pool._runs.pop("a"),
         lambda pool: pool._runs.__setitem__("c", pool._runs["a"]),
         lambda pool: pool._runs.__setitem__("a", range(8, 10)),
-        lambda pool: setattr(pool, "_num_held", 4),
+        lambda pool: setattr(pool, "num_unusable_blocks", 4),
         lambda pool: setattr(pool._buddies, "num_free_blocks", 7),
         lambda pool: split_a_free_run(pool._buddies),
     ],
@@ -410,8 +409,7 @@ def test_contiguous_kv_rejects_a_paged_or_unknown_configuration():
 def test_contiguous_kv_check_notices_that(damage):
     pool = manager(12, "oracle")
     for name in "ab":
-        pool.max_blocks_needed(Request(name, 3, 1))
-        pool.allocate(name, 3)
+        join(pool, Request(name, 3, 1))
     pool.free("b")
     # Of 8 + 4 blocks, the request holds three of the four.
     assert pool.table("a") == (8, 9, 10)

@@ -21,12 +21,12 @@ from helpers.core import (
 from hygiene import ROOT
 
 from cbresearch.config import CacheConfig
-from cbresearch.kv import BlockManager
-from cbresearch.request import Request
+from cbresearch.kv import BlockManager, PagedKV, prefix_cache
+from cbresearch.request import Request, RequestState
 
 
-def pool(num_blocks, block_size=4, **options):
-    return BlockManager(CacheConfig(num_blocks, block_size, prefix_caching=True), **options)
+def pool(num_blocks, block_size=4):
+    return PagedKV(CacheConfig(num_blocks, block_size, prefix_caching=True))
 
 
 def hold(blocks, request_id, token_ids, extra=()):
@@ -121,8 +121,9 @@ def test_a_hit_is_not_evicted_for_the_rest_of_its_own_request():
 @pytest.mark.parametrize(
     "digest", [lambda content: b"always the same", lambda content: bytes([len(content[0])])]
 )
-def test_match_never_gives_another_prompts_blocks_where_digests_collide(digest):
-    blocks = pool(20, digest=digest)
+def test_match_never_gives_another_prompts_blocks_where_digests_collide(digest, monkeypatch):
+    monkeypatch.setattr(prefix_cache, "digest_of", digest)
+    blocks = pool(20)
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, 2, size=rng.integers(1, 20)).tolist()) for _ in range(40)]
     memory = {}
@@ -150,14 +151,17 @@ def test_match_finds_nothing_without_prefix_caching():
     assert blocks.match((1,) * 9) == ()
 
 
-def test_uncache_blocks_takes_out_what_was_cached_before_its_kv_was_computed():
+def test_uncache_takes_out_what_was_cached_before_its_kv_was_computed():
     blocks = pool(10)
     prompt = tuple(range(13))
+    state, other = (RequestState(Request(name, prompt, 1), 0) for name in "ab")
     blocks.allocate("a", 13)
     blocks.cache_full_blocks("a", prompt, 12)
-    assert blocks.uncache_blocks("a", 5) == blocks.table("a")[1:3]
+    blocks.fork("b", blocks.match(prompt))
+    assert blocks.uncache(state, 5, (state, other)) == [other]
+    assert blocks.take_events().evicted == blocks.table("a")[1:3]
     assert len(blocks.match(prompt)) == 1
-    assert blocks.uncache_blocks("a", 5) == ()
+    assert blocks.uncache(state, 5, (state, other)) == []
     blocks.cache_full_blocks("a", prompt, 12)
     assert len(blocks.match(prompt)) == 3
     blocks.check()

@@ -578,7 +578,7 @@ def test_vtc_counts_each_prompt_once_and_each_output_token(budget, num_blocks):
     assert bool(preemptions(trace)) == (num_blocks == 14)
     for client in "ab":
         mine = [request for request in requests if request.client == client]
-        assert policy.counters[client] == sum(
+        assert policy.accounts[client] == sum(
             3 * given.num_prompt_tokens + 5 * given.max_tokens for given in mine
         )
 
@@ -637,7 +637,7 @@ def test_dlpm_charges_uncached_prompt_tokens_and_output_tokens():
     policy = policies.get("dlpm:quantum=1000")
     requests = [Request("a", prompts[0], 3, client="a"), Request("b", prompts[1], 5, client="b", arrival=9.0)]
     run(requests, policy, block_size=4, budget=7, prefix_caching=True)
-    assert policy.credit == {"a": 1000 - 20 - 3, "b": 1000 - 4 - 5}
+    assert policy.accounts == {"a": 1000 - 20 - 3, "b": 1000 - 4 - 5}
 
 
 # --- promises about time

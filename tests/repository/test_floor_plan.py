@@ -36,7 +36,7 @@ HEAVY = {
 MOST_TRITON_MODULES = 2
 
 # What a simulation must not load: a function that needs it imports it.
-LAZY = ("cloudpickle", "jinja2", "joblib", "pandas", "pooch", "scipy")
+LAZY = ("cloudpickle", "jinja2", "joblib", "pandas", "pooch", "pydantic", "scipy")
 LIGHT = ("simulator", "experiments", "metrics", "formulas", "workloads", "cluster", "export", "costs", "")
 
 # transformers requires huggingface_hub, and a Hub id means nothing without it.

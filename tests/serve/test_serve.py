@@ -273,7 +273,7 @@ for name in ("fcfs", "prefill_first", "sjf", "static", "vllm_v1"):
         cache=CacheConfig(30, 1),
     )
     num_preemptions += sum(record.num_preemptions for record in trace.requests)
-    sha.update(repr((trace.to_json(), trace, list(trace.steps))).encode())
+    sha.update(repr((trace, list(trace.steps))).encode())
 assert num_preemptions
 print(sha.hexdigest())
 """

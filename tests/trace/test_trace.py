@@ -13,6 +13,7 @@ import pytest
 
 from cbresearch import CacheConfig, Request, SchedulerConfig, export, metrics, simulate
 from cbresearch.costs import Linear
+from cbresearch.experiments.compare import Comparison
 from cbresearch.request import Rejected
 from cbresearch.step import SKIP_REASONS
 from cbresearch.trace import RequestRecord, Trace, write_columns, write_json, write_whole
@@ -231,8 +232,9 @@ def test_a_rejected_request_has_no_times_and_keeps_its_reason(trace):
 # --- json
 
 
-def test_json_has_the_fields_that_others_script_against(trace):
-    value = json.loads(json.dumps(trace.to_json(), allow_nan=False))
+def test_json_has_the_fields_that_others_script_against(trace, tmp_path):
+    Comparison({trace.policy: trace}, {}, ()).write(tmp_path)
+    (value,) = json.loads((tmp_path / "results.json").read_text())["runs"]
     assert value["policy"] == trace.policy
     for given, found in zip(trace.requests, value["requests"], strict=True):
         assert found == {
@@ -286,11 +288,11 @@ def stays_by_following_each_request(trace):
 
 
 def test_stays_are_what_each_requests_entries_say(trace):
-    assert sorted(map(tuple, trace.stays())) == sorted(stays_by_following_each_request(trace))
+    assert sorted(map(tuple, export.stays_of(trace))) == sorted(stays_by_following_each_request(trace))
 
 
 def test_stays_in_one_seat_do_not_overlap_and_there_are_as_many_as_admissions(trace):
-    stays = list(trace.stays())
+    stays = list(export.stays_of(trace))
     assert len(stays) == sum(len(step.plan.admitted) for step in trace.steps)
     assert sum(stay.num_padding_steps for stay in stays) == sum(
         len(step.plan.padding) for step in trace.steps
@@ -303,7 +305,7 @@ def test_stays_in_one_seat_do_not_overlap_and_there_are_as_many_as_admissions(tr
 def test_the_first_steps_of_a_run_have_as_many_stays_as_admissions(trace):
     for num_steps in range(len(trace.steps)):
         begun = replace(trace, steps=trace.steps[:num_steps])
-        assert len(list(begun.stays())) == sum(len(step.plan.admitted) for step in begun.steps)
+        assert len(list(export.stays_of(begun))) == sum(len(step.plan.admitted) for step in begun.steps)
 
 
 # --- the Chrome trace
@@ -318,7 +320,7 @@ def test_the_chrome_trace_has_a_track_a_seat_and_a_slice_a_stay(trace):
         "steps",
     ]
     slices = [event for event in value["traceEvents"] if event.get("cat") == "stay"]
-    for event, stay in zip(slices, trace.stays(), strict=True):
+    for event, stay in zip(slices, export.stays_of(trace), strict=True):
         start, end = trace.steps[stay.first_step].start, trace.steps[stay.last_step].end
         assert (event["name"], event["tid"]) == (stay.request_id, stay.seat)
         assert event["ts"] / 1e6 == pytest.approx(start)
@@ -348,9 +350,8 @@ def test_the_chrome_trace_counts_requests_and_blocks_at_every_step(trace):
 def test_an_empty_trace_can_be_written_in_every_form():
     trace = Trace("fcfs", LIMITS, POOL, (), ())
     assert trace.duration == 0
-    assert list(trace.stays()) == []
+    assert list(export.stays_of(trace)) == []
     assert len(trace.steps_frame()) == len(trace.requests_frame()) == 0
-    assert trace.to_json()["requests"] == []
     assert all(event["ph"] == "M" for event in export.to_chrome(trace)["traceEvents"])
 
 

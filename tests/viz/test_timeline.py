@@ -7,7 +7,7 @@ import pytest
 from helpers.artists import area_steps, by_gid
 from helpers.demo_runs import HOSTILE, pressed
 
-from cbresearch import metrics, viz
+from cbresearch import export, metrics, viz
 from cbresearch.costs import Linear
 from cbresearch.request import Request
 from cbresearch.simulator import simulate
@@ -29,7 +29,7 @@ def num_padding(trace):
 
 def test_seat_stays_cover_their_steps_without_gaps_and_agree_with_the_traces_stays(preempting):
     for trace in preempting.values():
-        stays = {(stay.request_id, stay.first_step): stay for stay in trace.stays()}
+        stays = {(stay.request_id, stay.first_step): stay for stay in export.stays_of(trace)}
         found = seat_stays(trace)
         assert len(found) == len(stays)
         for seated in found:
