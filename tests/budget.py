@@ -28,7 +28,7 @@ CORE = {
     # Over the floor plan's 500: files that survive a kill and distrust a stranger, and columns by decode run.
     "serve trace": 740,
     "costs simulator": 560,
-    # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async streams, back-pressure.
+    # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure.
     "kernels attention models engine cpu": 2420,
     "__init__": 70,
 }
