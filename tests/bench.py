@@ -52,7 +52,7 @@ def time_blocks(num_blocks: int, num_rounds: int = 400) -> dict[str, float]:
     for place in range(num_blocks // 10):
         token_ids = (place, *range(10 * size - 1))
         blocks.allocate("filler", len(token_ids))
-        blocks.enter("filler", token_ids, len(token_ids))
+        blocks.cache_full_blocks("filler", token_ids, len(token_ids))
         blocks.free("filler")
     seconds: dict[str, list[float]] = {"append": [], "allocate with 8 hits": [], "free": []}
     for place in range(num_rounds):
@@ -60,14 +60,14 @@ def time_blocks(num_blocks: int, num_rounds: int = 400) -> dict[str, float]:
         began = time.perf_counter()
         matched = blocks.match(token_ids)
         assert blocks.can_allocate("a", len(token_ids), matched)
-        blocks.share("a", matched)
+        blocks.fork("a", matched)
         blocks.allocate("a", len(token_ids))
         allocated = time.perf_counter()
         for num_tokens in range(len(token_ids) + 1, len(token_ids) + 1 + size):
             blocks.allocate("a", num_tokens)
         appended = time.perf_counter()
         if not matched:
-            blocks.enter("a", prefix, len(prefix))
+            blocks.cache_full_blocks("a", prefix, len(prefix))
         freeing = time.perf_counter()
         blocks.free("a")
         freed = time.perf_counter()
