@@ -321,6 +321,21 @@ class Replan(NamedTuple):
     first_difference: PlanDifference | None
 
 
+def policy_of(trace: Trace, policy: str | Policy | None = None) -> Policy:
+    """Return a policy, by default that of a recorded run.
+
+    Raises:
+        ValueError: The policy is unknown; or it is a file that only the trace names, which may come from a
+            stranger: name it yourself to run it.
+    """
+    if policy is None and ".py" in trace.policy:
+        raise ValueError(
+            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say "
+            f"so by policy={trace.policy!r}"
+        )
+    return policies.get(policy or trace.policy)
+
+
 def replan(
     trace: Trace,
     policy: str | Policy | None = None,
@@ -341,15 +356,9 @@ def replan(
             neither token ids nor priority, deadline, prediction and group.
 
     Raises:
-        ValueError: The policy is unknown; or it is a file that only the trace names, which may come from a
-            stranger: name it yourself to run it.
+        ValueError: As for `policy_of`.
     """
-    if policy is None and ".py:" in trace.policy:
-        raise ValueError(
-            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say "
-            f"so by replan(trace, {trace.policy!r})"
-        )
-    scheduler = Scheduler(policies.get(policy or trace.policy), trace.scheduler, trace.cache, step_time)
+    scheduler = Scheduler(policy_of(trace, policy), trace.scheduler, trace.cache, step_time)
     executor = CostExecutor(UNIT_STEP, trace.outputs, _errors(trace))
     coming = _queued_requests(trace, requests)
     num_equal, first = 0, None
