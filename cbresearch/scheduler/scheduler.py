@@ -293,10 +293,9 @@ class Scheduler:
             self._padding += [one for one in finished if one not in leaving]
             if not self._running:
                 leaving += self._padding
+                self._padding = []
         for state in leaving:
             self._vacate(state)
-        if not self._running:
-            self._padding = []
 
     def wakes(self, now: float) -> float | None:
         """Return the seconds until which the policy wants to wait although there is work, or None."""
