@@ -200,21 +200,21 @@ class _Run:
     def _finish(self, places: Sequence[int], end: int) -> None:
         """End requests with the step before `end`."""
         states = [self.batch.order[place] for place in places]
-        self._catch_up(states, end)
-        for state in states:
-            state.finish_reason = self.outlook.finish_reason(state)
-            self.outlook.finished(state.id)
+        self._catch_up(states, end, are_finished=True)
         self.finished.append((end - 1, tuple([state.id for state in states])))
         self.done += states
         self.scheduler.finish(states)
         self.active = [place for place in self.active if self.lasts[place] > end]
 
-    def _catch_up(self, states: Sequence[RequestState], num_steps: int) -> None:
+    def _catch_up(self, states: Sequence[RequestState], num_steps: int, are_finished: bool = False) -> None:
         """Bring the states of requests to where they are behind the first `num_steps` steps."""
         times = self.ends if num_steps == len(self.ends) else self.ends[:num_steps]
         take_decode_steps(states, self.outlook.tokens(num_steps), times, self.first_step + num_steps - 1)
-        if self.notify is not None:
-            for state in states:
+        for state in states if are_finished or self.notify is not None else ():
+            if are_finished:
+                state.finish_reason = self.outlook.finish_reason(state)
+                self.outlook.finished(state.id)
+            if self.notify is not None:
                 self.notify(state, num_steps)
 
 

@@ -125,9 +125,9 @@ def serve(
         scheduler: A scheduler that has served no request yet.
         executor: Carries out the plans.
         on_step: Called with each step's record, for a progress bar; every step is then taken by itself.
-        on_finish: Called with the record of each request that ends, a rejected one too; returns the requests
-            that its client sends next (a user who waits for an answer, the next turn of a chat). They come
-            behind those given, and arrive no earlier than the moment at which they are sent.
+        on_finish: Called with the record of each request that a step ends or the scheduler rejects; returns
+            the requests that its client sends next (a user who waits for an answer, the next turn of a chat).
+            They come behind those given, and arrive no earlier than the moment at which they are sent.
         fast_forward: Take many steps at once where the executor knows what comes of them and the policy says
             that it would decide nothing (`Policy.fast_forward`). The trace is the same, bit for bit.
         writer: Gets each step and request as it comes about, so that a run that is killed leaves its trace.
@@ -187,7 +187,7 @@ class _Run:
             arrival = self._next_arrival()
             if not scheduler.has_work:
                 if arrival == math.inf:
-                    return
+                    break
                 self.now = max(self.now, arrival)
             while arrival <= self.now:
                 self._submit_next()
@@ -219,6 +219,10 @@ class _Run:
                 # The record alone is kept, for it is far smaller than the state.
                 place = self._places.pop(state.id)
                 self._end(place, record_of(state.request, self._states.pop(place)))
+        # What is left was aborted from outside.
+        if self._writer is not None:
+            for state in self._states.values():
+                self._writer.request(record_of(state.request, state))
 
     def records(self) -> tuple[RequestRecord, ...]:
         """Return the record of each request, in the order in which they were given."""

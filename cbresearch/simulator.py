@@ -1,9 +1,10 @@
 """Serve requests without a model: a cost model says how long each step takes."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from heapq import nlargest
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
@@ -216,26 +217,28 @@ def simulate(
     pool = cache or unlimited_cache(requests, limits.max_num_seqs)
     policy = policies.get(policy)
 
-    def run(
-        fast_forward: bool, on_step: Callable[[StepRecord], object] | None, writer: TraceWriter | None
-    ) -> Trace:
+    def run(**options: Any) -> Trace:
         # A cost model that can tell a step's time beforehand is the policy's step-time model as well.
         served = Scheduler(policy, limits, pool, getattr(cost, "seconds", None))
-        return serve(
-            requests,
-            served,
-            CostExecutor(cost),
-            on_step=on_step,
-            on_finish=on_finish,
-            fast_forward=fast_forward,
-            writer=writer,
-        )
+        return serve(requests, served, CostExecutor(cost), **options)
 
     if not verify:
-        return run(fast_forward, on_step, writer)
+        return run(on_step=on_step, on_finish=on_finish, fast_forward=fast_forward, writer=writer)
+    # A client that remembers its run is asked once; the second run gets what it sent in the first.
+    sent: deque[tuple[RequestRecord, tuple[Request, ...]]] = deque()
+
+    def noted(record: RequestRecord) -> tuple[Request, ...]:
+        assert on_finish is not None
+        sent.append((record, tuple(on_finish(record))))
+        return sent[-1][1]
+
+    def repeated(record: RequestRecord) -> tuple[Request, ...]:
+        known, followers = sent.popleft() if sent else (None, ())
+        return followers if record == known else ()
+
     # With `on_step` every step would be taken by itself, and nothing be proved.
-    trace = run(fast_forward, None, writer)
-    _require_equal(trace, run(False, on_step, None))
+    trace = run(on_finish=on_finish and noted, fast_forward=fast_forward, writer=writer)
+    _require_equal(trace, run(on_step=on_step, on_finish=on_finish and repeated, fast_forward=False))
     return trace
 
 
@@ -321,6 +324,21 @@ class Replan(NamedTuple):
     first_difference: PlanDifference | None
 
 
+def policy_of(trace: Trace, policy: str | Policy | None = None) -> Policy:
+    """Return a policy, by default that of a recorded run.
+
+    Raises:
+        ValueError: The policy is unknown; or it is a file that only the trace names, which may come from a
+            stranger: name it yourself to run it.
+    """
+    if policy is None and ".py" in trace.policy:
+        raise ValueError(
+            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say "
+            f"so by policy={trace.policy!r}"
+        )
+    return policies.get(policy or trace.policy)
+
+
 def replan(
     trace: Trace,
     policy: str | Policy | None = None,
@@ -341,15 +359,9 @@ def replan(
             neither token ids nor priority, deadline, prediction and group.
 
     Raises:
-        ValueError: The policy is unknown; or it is a file that only the trace names, which may come from a
-            stranger: name it yourself to run it.
+        ValueError: As for `policy_of`.
     """
-    if policy is None and ".py:" in trace.policy:
-        raise ValueError(
-            f"the trace names the policy {trace.policy!r}, which would run that file; if you trust it, say "
-            f"so by replan(trace, {trace.policy!r})"
-        )
-    scheduler = Scheduler(policies.get(policy or trace.policy), trace.scheduler, trace.cache, step_time)
+    scheduler = Scheduler(policy_of(trace, policy), trace.scheduler, trace.cache, step_time)
     executor = CostExecutor(UNIT_STEP, trace.outputs, _errors(trace))
     coming = _queued_requests(trace, requests)
     num_equal, first = 0, None

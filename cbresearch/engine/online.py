@@ -28,7 +28,7 @@ from cbresearch.request import (
 )
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop, record_of
-from cbresearch.trace import RequestRecord, StepRecord, Trace
+from cbresearch.trace import Origin, RequestRecord, StepRecord, Trace
 
 Prompt = str | Sequence[int]
 _Value = TypeVar("_Value")
@@ -293,6 +293,7 @@ class Engine:
                 cache=self.scheduler.kv.config,
                 steps=tuple(self._steps),
                 requests=tuple(running.get(name, record) for name, record in self._records.items()),
+                origin=Origin(model=self.loaded.name),
             )
 
     def _now(self) -> float:
@@ -322,7 +323,7 @@ class Engine:
         self._loop.validate(request)
         with self._condition:
             self._check_open()
-            if request.id in self._tickets or request.id in self._records:
+            if any(request.id in taken for taken in (self._tickets, self._records, self._unforgotten)):
                 raise ValueError(
                     f"request {request.id!r}: the id is taken; give each request an id of its own"
                 )
@@ -375,7 +376,7 @@ class Engine:
         with self._condition:
             while True:
                 for ticket in self._inbox:
-                    ticket.state = scheduler.submit(ticket.stream.request)
+                    ticket.state = scheduler.submit(ticket.stream.request, now=self._now())
                 self._inbox.clear()
                 if self._stopping == "abort" or (self._stopping and not scheduler.has_work):
                     self._aborting.update(self._tickets)

@@ -24,7 +24,7 @@ from cbresearch.request import Rejected, Request, expand
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.simulator import simulate, unlimited_cache
-from cbresearch.trace import StepRecord, Trace, write_columns, write_whole
+from cbresearch.trace import Origin, StepRecord, Trace, write_columns, write_whole
 from cbresearch.workloads import load, resolve_prompts
 
 if TYPE_CHECKING:
@@ -206,7 +206,8 @@ def compare(
         executor.warm_up()
         with progress_bar(len(requests), policy.name, "request") as bar:
             mechanism = Scheduler(policy, limits, pool)
-            traces[policy.name] = serve(requests, mechanism, executor, on_step=_shown_on(bar))
+            origin = Origin(model=loaded.name)
+            traces[policy.name] = serve(requests, mechanism, executor, on_step=_shown_on(bar), origin=origin)
     bytes_per_token = formulas.kv_bytes_per_token(loaded.shape)
     size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, executor.cache.num_bytes)
     facts |= {"device": loaded.model.device, "dtype": loaded.model.dtype, "compiled": compile}

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from cbresearch import metrics, policies
+from cbresearch import metrics
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.policies import Policy
 from cbresearch.request import Rejected, Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, serve
-from cbresearch.simulator import CostExecutor
+from cbresearch.simulator import CostExecutor, policy_of
 from cbresearch.step import Admission, Plan, Scheduled, StepResult
 from cbresearch.trace import Trace
 
@@ -79,13 +79,16 @@ def predict_run(
         requests: Its requests, in the order in which they were given.
         cost: The step time.
         policy: Its policy; by default the one of that name.
+
+    Raises:
+        ValueError: As for `simulator.policy_of`.
     """
     lengths = {record.id: len(record.tokens) or None for record in trace.requests}
     known = [
         replace(request, output_length=lengths[request.id]) if isinstance(request, Request) else request
         for request in requests
     ]
-    scheduler = Scheduler(policies.get(policy or trace.policy), trace.scheduler, trace.cache)
+    scheduler = Scheduler(policy_of(trace, policy), trace.scheduler, trace.cache)
     return serve(known, scheduler, CostExecutor(cost, trace.outputs))
 
 

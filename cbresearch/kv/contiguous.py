@@ -185,7 +185,7 @@ class ContiguousKV(KVManager):
 
     def num_private_blocks(self, request_id: str) -> int:
         """Return how many blocks would be free if a request gave back its own."""
-        return len(self._runs[request_id])
+        return next_power_of_two(len(self._runs[request_id]))
 
     def admit(self, state: RequestState, sibling: RequestState | None) -> bool:
         """Take a request's whole run, in order and without the allocator's rounding, if one is free.

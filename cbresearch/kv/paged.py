@@ -38,16 +38,11 @@ class PagedKV(BlockManager):
             state: The request; its counts of computed tokens are set to what the pool has of its prefix.
             sibling: A parallel sample that has its prompt computed and still holds it, or None.
         """
-        size = self.config.block_size
-        if state.num_transferred_tokens:
-            if not self.can_allocate(state.id, state.num_tokens):
-                return False
-            state.num_computed_tokens, state.num_transferred_tokens = state.num_transferred_tokens, 0
-            return True
-        matched = self.match(state.token_ids, extra_keys_of(state.request))
-        if not matched and sibling is None:
+        size, num_transferred = self.config.block_size, state.num_transferred_tokens
+        matched = () if num_transferred else self.match(state.token_ids, extra_keys_of(state.request))
+        if not (num_transferred or matched or sibling):
             return self.can_allocate(state.id, state.num_tokens)
-        num_cached = len(matched) * size
+        num_cached = num_transferred or len(matched) * size
         # Its last prompt token is computed again, since the answer begins with that one's logits.
         forked = state.num_prompt_tokens - 1
         if sibling is not None and forked > num_cached:
@@ -57,12 +52,12 @@ class PagedKV(BlockManager):
                 matched, num_cached = table, forked
         num_skipped = self.num_skipped_blocks(num_cached)
         matched = (NULL_BLOCK,) * num_skipped + matched[num_skipped:]
-        num_copies = int(num_cached % size > 0)
+        num_copies = int(not num_transferred and num_cached % size > 0)
         if not self.can_allocate(state.id, state.num_tokens, matched, num_copies):
             return False
         # Shared first: what was matched can then not be evicted to make room for the rest.
         self.fork(state.id, matched)
-        state.num_computed_tokens = num_cached
+        state.num_computed_tokens, state.num_transferred_tokens = num_cached, 0
         state.num_skipped_tokens = size * num_skipped
         if num_copies:
             # The one block that it shares and writes: the copy stands in its table before anything reads it.

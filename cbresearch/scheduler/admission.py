@@ -57,6 +57,8 @@ def choose_preempted(
         ValueError: The policy chose another request than a candidate.
     """
     num_free_blocks, num_wanted = kv.num_free_blocks, kv.blocks_for(waiting.num_tokens)
+    if kv.config.reservation is not None:
+        num_wanted = kv.max_blocks_needed(waiting.request)
     chosen: list[RequestState] = []
     while not num_free_seats or num_wanted > num_free_blocks:
         state = policy.displace(view, waiting, candidates)

@@ -288,15 +288,14 @@ class Scheduler:
         self._set_running([state for state in self._running if state.status is RUNNING])
         leaving = list(finished)
         if self.policy.pads_finished_rows:
-            # A failed row holds nothing that could be computed over again.
-            leaving = [state for state in finished if state.error is not None]
-            self._padding += [state for state in finished if state.error is None]
+            # A row that failed, or was aborted in its first step, holds nothing to be computed over again.
+            leaving = [one for one in finished if one.error is not None or not one.num_computed_tokens]
+            self._padding += [one for one in finished if one not in leaving]
             if not self._running:
                 leaving += self._padding
+                self._padding = []
         for state in leaving:
             self._vacate(state)
-        if not self._running:
-            self._padding = []
 
     def wakes(self, now: float) -> float | None:
         """Return the seconds until which the policy wants to wait although there is work, or None."""

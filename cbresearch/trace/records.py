@@ -86,7 +86,8 @@ def count_skipped(listed: Sequence[str], closed: str | None, num_unserved: int) 
         num_unserved: Requests that were not served, listed or not.
     """
     reasons = Counter(listed)
-    reasons[closed or "policy"] += num_unserved - len(listed)
+    # A request that was aborted while the step ran is in the plan and in no queue.
+    reasons[closed or "policy"] += max(0, num_unserved - len(listed))
     return reasons
 
 

@@ -16,7 +16,7 @@ Part = StepRecord | DecodeRun
 class Steps(Sequence[StepRecord]):
     """Step records in order; those of a decode run are made when they are asked for.
 
-    It equals any sequence of the same records, a tuple included; a slice of it is a tuple.
+    It equals a tuple of the same records; a slice of it is a tuple.
 
     Args:
         parts: Step records and decode runs in order.

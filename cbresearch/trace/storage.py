@@ -172,14 +172,14 @@ def _parsed(path: Path) -> tuple[Header, list[TraceLine]]:
     first, *others = data.split(b"\n")
     try:
         header: Header = _read(Header, first)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}, line 1: this is no header of a trace: {error}") from None
     lines: list[TraceLine] = []
     for number, line in enumerate(others, start=2):
         try:
             if line or number <= len(others):
                 lines.append(_checked(_read(TraceLine, line)))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number <= len(others):
                 raise ValueError(f"{path}, line {number}: {error}") from None
             warnings.warn(f"{path}, line {number}: the line is cut off and left out", stacklevel=4)
@@ -239,6 +239,9 @@ def _read(kind: Any, line: bytes) -> Any:
     from pydantic import ValidationError
 
     try:
+        if b"\\ud" in line:
+            # The strict reader rejects half a surrogate pair, which an id or a message may hold.
+            return _adapter(kind).validate_python(json.loads(line))
         return _adapter(kind).validate_json(line, strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]

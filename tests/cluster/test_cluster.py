@@ -14,6 +14,7 @@ from cbresearch.cluster import (
     simulate_cluster,
 )
 from cbresearch.costs import Linear
+from cbresearch.kv import NULL_BLOCK
 from cbresearch.request import Rejected
 
 COST = Linear(step=0.01, token=0.0005, context=1e-6)
@@ -144,6 +145,20 @@ def test_a_disaggregated_cluster_under_memory_pressure_finishes_each_request_onc
         assert len(run.routes[name]) == 1
     for record in run.requests:
         assert list(record.token_times) == sorted(record.token_times)
+
+
+def test_a_moved_request_takes_no_blocks_for_what_fell_out_of_its_window():
+    # A window of 8 and a chunk of 4 tokens lie in at most 4 blocks, however long the prompt was.
+    cache = CacheConfig(4, 4, sliding_window=8)
+    server = replace(SERVER, scheduler=SchedulerConfig(1, 4), cache=cache)
+    run = simulate_cluster(
+        [Request("a", 41, 9)], [replace(server, role=name) for name in ("prefill", "decode")]
+    )
+    assert len(run.requests[0].tokens) == 9 and run.requests[0].num_recomputed_tokens == 0
+    first = run.replicas[1].steps[0]
+    assert first.plan.scheduled[0].new_block_ids[:8] == (NULL_BLOCK,) * 8
+    # Of 42 tokens the first 8 blocks' are given back.
+    assert (first.num_held_blocks, first.num_held_tokens) == (3, 42 - 8 * 4)
 
 
 def test_what_no_replica_can_finish_is_rejected_before_its_prompt_is_computed():

@@ -16,6 +16,8 @@ from cbresearch.metrics import summary
 from cbresearch.request import Request, RequestStatus, SamplingParams
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
+from cbresearch.simulator import replan
+from cbresearch.trace import Origin
 
 NUM_STREAMS = 200
 
@@ -428,6 +430,43 @@ def test_an_engine_without_a_trace_forgets_who_is_finished(policy, build, tiny, 
     assert not engine._steps
     with pytest.raises(ValueError, match="keeps no trace"):
         engine.trace()
+
+
+def test_an_id_is_taken_as_long_as_its_padding_row_is_computed(tiny, alone):
+    engine = Engine(tiny, "static:wait=60", scheduler=SchedulerConfig(2), keep_trace=False)
+    gate = Gate(engine)
+    long, short = engine.add(alone[0].prompt, 9, id="long"), engine.add(alone[1].prompt, 1, id="short")
+    gate.step()
+    assert short.result(60).record.is_complete
+    with pytest.raises(ValueError, match="request 'short': the id is taken"):
+        engine.add(alone[1].prompt, 1, id="short")
+    gate.open()
+    assert long.result(60).token_ids == alone[0].continuation[:9]
+    again = [engine.add(alone[1].prompt, 2, id=name) for name in ("short", "long")]
+    assert [stream.result(60).token_ids for stream in again] == [alone[1].continuation[:2]] * 2
+    engine.stop()
+
+
+class Recruiting(policies.Policy):
+    """Send a request while the first step is planned."""
+
+    def propose(self, view):
+        if self.engine.scheduler.step == 0:
+            self.engine.add(self.prompt, 3, id="second")
+        yield from super().propose(view)
+
+
+def test_replan_repeats_the_plans_of_an_engine_that_takes_in_requests_while_it_plans(build, tiny, alone):
+    policy = Recruiting()
+    policy.engine, policy.prompt = build(policy), alone[1].prompt
+    policy.engine.add(alone[0].prompt, 8, id="first").result(60)
+    policy.engine.stop(drain=True)
+    trace = policy.engine.trace()
+    assert trace.origin == Origin(model="tiny")
+    first, second = trace.requests
+    assert second.arrival < trace.steps[0].start and trace.steps[0].end <= second.queued
+    assert first.arrival <= first.queued <= trace.steps[0].start
+    assert replan(trace, "fcfs") == (len(trace.steps), len(trace.steps), None)
 
 
 def test_a_static_batch_that_waits_for_company_sleeps_until_its_time(build, alone):

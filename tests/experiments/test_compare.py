@@ -51,6 +51,7 @@ def test_model_and_simulator_have_the_same_default_pool_with_prefix_caching(tiny
     limits = SchedulerConfig(2)
     real = compare(requests, "fcfs", model=tiny, scheduler=limits).traces["fcfs"]
     simulated = compare(requests, "fcfs", cost=UNIT, scheduler=limits).traces["fcfs"]
+    assert (real.origin.model, simulated.origin.model) == ("tiny", None)
     assert real.cache == simulated.cache == default_cache(requests, limits)
     assert real.cache == CacheConfig(2 * 3, 16, prefix_caching=True)
     assert [step.plan for step in real.steps] == [step.plan for step in simulated.steps]

@@ -300,6 +300,32 @@ def test_fast_forward_does_not_look_at_the_hosts_clock(no_clocks):
     assert patched == plain
 
 
+class Remembering(Policy):
+    """Note the requests whose end it is told, and the tokens of each."""
+
+    name = "remembering"
+    fast_forward = True
+
+    def begin(self):
+        self.tokens, self.ended = Counter(), []
+
+    def served(self, request, num_tokens):
+        self.tokens[request.id] += num_tokens
+        if request.finish_reason is not None:
+            self.ended.append((request.id, request.finish_reason, request.num_output_tokens))
+
+
+def test_a_policy_is_told_the_end_of_each_request_whether_or_not_steps_are_taken_at_once():
+    requests = [*workload(), Request("stops", 4, 30, output_length=9)]
+    told = []
+    for fast_forward in (True, False):
+        policy = Remembering()
+        trace = simulate(requests, policy, cost=COST, fast_forward=fast_forward)
+        assert bool(runs_of(trace)) == fast_forward
+        told.append((policy.tokens, policy.ended))
+    assert told[0] == told[1] and len(told[0][1]) == len(requests)
+
+
 # --- a decode run as steps
 
 

@@ -43,7 +43,8 @@ def test_kv_managers_serve_a_request_by_the_protocol_alone(name):
     pool.update(state, 0)
     state.num_tokens = 10
     assert pool.capacities(["a"])[0] >= 12
-    assert pool.num_held_blocks == pool.num_private_blocks("a") == len(added)
+    assert pool.num_held_blocks == len(added)
+    assert pool.num_private_blocks("a") == len(added) + pool.num_unusable_blocks
     is_swapped = pool.swap_out(state)
     assert is_swapped == (config.num_host_blocks > 0)
     if is_swapped:

@@ -643,6 +643,18 @@ def test_dlpm_charges_uncached_prompt_tokens_and_output_tokens():
 # --- promises about time
 
 
+def test_priority_makes_room_for_the_whole_run_that_an_urgent_request_reserves():
+    requests = [
+        Request("a", 8, 20, priority=5),
+        Request("c", 8, 9, priority=6),
+        Request("b", 8, 4, arrival=3.0, priority=0),
+    ]
+    # Runs of 4 and 2 blocks leave 1 of 7; the urgent request's prompt would fit in it, but its run does not.
+    trace = simulate(requests, "priority", cache=CacheConfig(7, 8, reservation="oracle"))
+    assert [record.first_scheduled for record in trace.requests] == [0.0, 0.0, 3.0]
+    assert [record.num_preemptions for record in trace.requests] == [0, 1, 0]
+
+
 @pytest.mark.parametrize("urgent", [-10, 0, 4])
 def test_priority_preempts_for_an_urgent_request_and_not_among_equals(urgent):
     requests = [

@@ -16,6 +16,7 @@ from cbresearch import policies
 from cbresearch.request import Request, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.step import StepResult
+from cbresearch.trace import StepRecord
 
 
 class Run:
@@ -196,3 +197,17 @@ def test_a_request_that_was_aborted_can_be_forgotten_and_its_id_given_anew():
     run.states["a"] = run.scheduler.submit(Request("a", distinct(70, 5), 2))
     run.finish()
     assert run.states["a"].finish_reason == "length"
+
+
+def test_an_abort_in_its_first_step_leaves_no_padding_row():
+    run = Run([Request("a", distinct(10, 9), 12), Request("b", distinct(50, 6), 12)], "static")
+    run.step(during=lambda plan: run.scheduler.abort("a"))
+    plan, _ = run.step(during=lambda plan: run.scheduler.abort("b"))
+    assert plan.padding == () and [entry.request_id for entry in plan.scheduled] == ["b"]
+    assert_whole(run.scheduler)
+
+
+def test_an_abort_while_a_step_runs_is_no_request_that_it_skipped():
+    run = Run([Request("a", distinct(10, 9), 12), Request("b", distinct(50, 6), 12)])
+    plan, (pool, events, _) = run.step(during=lambda plan: run.scheduler.abort("a"))
+    assert not any(StepRecord(0.0, 1.0, plan, (), pool, events).num_skipped().values())

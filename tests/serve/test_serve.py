@@ -422,3 +422,19 @@ def test_a_loop_takes_steps_on_the_callers_clock():
     record, finished = loop.step(lambda: next(now))
     assert (record.start, finished) == (6.0, (state,))
     assert (state.queued, state.first_scheduled, state.token_times) == (0.5, 1.0, [2.25, 6.25])
+
+
+def test_a_writer_gets_the_end_of_a_request_that_is_aborted_between_steps(tmp_path):
+    limits, cache = SchedulerConfig(2), CacheConfig(20)
+    scheduler = Scheduler(policies.get("fcfs"), limits, cache)
+
+    def abort(record):
+        if record.plan.step == 2:
+            scheduler.abort("a")
+
+    path = tmp_path / "run.jsonl"
+    with TraceWriter(path, policy="fcfs", scheduler=limits, cache=cache) as writer:
+        requests = [Request("a", 3, 9), Request("b", 3, 9)]
+        trace = serve(requests, scheduler, CostExecutor(UNIT_STEP), on_step=abort, writer=writer)
+    assert [record.finish_reason for record in trace.requests] == ["abort", "length"]
+    assert load(path) == trace

@@ -1,5 +1,6 @@
 """`replan` plans each recorded step anew: equal on our own traces, and a planted difference is found."""
 
+import re
 from collections import Counter
 from dataclasses import replace
 
@@ -11,9 +12,10 @@ from helpers.core import Meddler, distinct, random_case
 
 from cbresearch import CacheConfig, Policy, Request, Scheduler, SchedulerConfig, policies, simulate
 from cbresearch.costs import Linear
+from cbresearch.experiments.simulation_error import predict_run
 from cbresearch.request import Rejected
 from cbresearch.serve import Loop, record_of, serve
-from cbresearch.simulator import CostExecutor, replan
+from cbresearch.simulator import UNIT_STEP, CostExecutor, replan
 from cbresearch.step import DecodeRun, StepResult
 from cbresearch.trace import Origin, Trace, load
 
@@ -248,10 +250,14 @@ def test_replan_of_another_engine_compares_decisions_and_not_block_ids():
     assert (difference.step, difference.reason) == (place, "preempted")
 
 
-def test_replan_runs_no_file_that_only_the_trace_names():
-    trace = replace(crowded(), policy="/tmp/stranger.py:Mine")
-    with pytest.raises(ValueError, match=r"the trace names the policy '/tmp/stranger\.py:Mine'"):
-        replan(trace)
+@pytest.mark.parametrize("name", ["{}:Mine", "{}"])
+def test_no_file_is_run_that_only_the_trace_names(name, tmp_path):
+    file = tmp_path / "stranger.py"
+    file.write_text("raise SystemExit('it ran')")
+    trace = replace(crowded(), policy=name.format(file))
+    for again in (replan, lambda trace: predict_run(trace, (), UNIT_STEP)):
+        with pytest.raises(ValueError, match=rf"the trace names the policy '{re.escape(trace.policy)}'"):
+            again(trace)
     assert replan(trace, "fcfs").first_difference is None
     with pytest.raises(ValueError, match="unknown policy 'nonesuch'"):
         replan(replace(trace, policy="nonesuch"))

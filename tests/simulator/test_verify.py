@@ -11,6 +11,7 @@ from cbresearch import CacheConfig, Policy, Request, SchedulerConfig, simulate
 from cbresearch.costs import Linear
 from cbresearch.policies import joining, queued, whole
 from cbresearch.step import DecodeRun
+from cbresearch.workloads import Exponential, Geometric, Poisson, Uniform, conversations
 
 COST = Linear(0.3, 0.01, 0.0007)
 
@@ -30,6 +31,25 @@ def test_verify_returns_the_trace_of_the_run_itself():
     trace = simulate(requests, "fcfs", verify=True)
     assert any(isinstance(part, DecodeRun) for part in trace.parts)
     assert trace == simulate(requests, "fcfs")
+
+
+def test_verify_asks_a_client_that_remembers_its_run_once():
+    sessions = conversations(
+        Poisson(0.5),
+        6,
+        np.random.default_rng(3),
+        turns=Geometric(4.0),
+        texts=Uniform(5, 40),
+        outputs=Uniform(3, 30),
+        think=Exponential(2.0),
+    )
+    cache = CacheConfig(2000)
+    requests, on_finish = sessions.start()
+    trace = simulate(requests, cost=COST, cache=cache, on_finish=on_finish, verify=True)
+    requests, on_finish = sessions.start()
+    assert trace == simulate(requests, cost=COST, cache=cache, on_finish=on_finish)
+    assert len(trace.requests) == sessions.num_requests > len(requests)
+    assert any(isinstance(part, DecodeRun) for part in trace.parts)
 
 
 class Patient(Policy):

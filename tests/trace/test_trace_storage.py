@@ -203,6 +203,22 @@ def test_numbers_of_numpy_are_saved_as_plain_ones(tmp_path):
     assert found == record and type(found.tokens[0]) is int
 
 
+def test_half_a_surrogate_pair_is_read_back(tmp_path):
+    half, whole = Request("a\ud800", (1, 2, 3), 40, client="\udfff"), Request("b\U0001f600", 5, 30)
+    trace = simulate([half, whole, Rejected("c", "\ud83d is bad")], scheduler=SchedulerConfig(max_num_seqs=2))
+    found = load(trace.save(tmp_path / "a.jsonl"))
+    assert found == trace and any(isinstance(part, DecodeRun) for part in found.parts)
+    assert type(found.steps[0].plan.admitted[0].request.prompt) is tuple
+
+
+@pytest.mark.parametrize("line", [b'{"step":"\\ud800"}', b'["\\ud800",' * 100_000, b'{"\\ud800":'])
+def test_a_bad_line_with_half_a_surrogate_pair_is_named(line, tmp_path):
+    path = run_of(2).save(tmp_path / "a.jsonl")
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line \d+: "):
+        load(path)
+
+
 # --- a writer that is killed
 
 
