@@ -126,8 +126,8 @@ def serve(
         executor: Carries out the plans.
         on_step: Called with each step's record, for a progress bar; every step is then taken by itself.
         on_finish: Called with the record of each request that ends, a rejected one too; returns the requests
-            that its client sends next (a user who waits for an answer, the next turn of a chat). They come
-            behind those given, and arrive no earlier than the moment at which they are sent.
+            that its client sends next (the next turn of a chat, say). These
+            requests come behind those given, and arrive no earlier than the moment at which they are sent.
         fast_forward: Take many steps at once where the executor knows what comes of them and the policy says
             that it would decide nothing (`Policy.fast_forward`). The trace is the same, bit for bit.
         writer: Gets each step and request as it comes about, so that a run that is killed leaves its trace.

@@ -93,8 +93,8 @@ def batch_means_interval(
 ) -> Interval | None:
     """Return the mean of values that depend on their neighbours, such as the latencies of one run in order.
 
-    They are cut into equal batches, whose means depend on each other far less (Law, Simulation Modeling and
-    Analysis, 9.5.3); values that do not fill the last batch are left out.
+    The values are cut into equal batches, whose means depend on each other far less (Law, Simulation
+    Modeling and Analysis, 9.5.3); values that do not fill the last batch are left out.
 
     Args:
         values: The sample in its order.

@@ -1,4 +1,4 @@
-"""Users who wait for an answer before they go on: closed loops, chats of many turns, agents."""
+"""Closed loops: users that wait for each answer before their next request, chats of many turns, agents."""
 
 import math
 from collections.abc import Callable
@@ -89,7 +89,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Users who each wait for an answer before they send the next request.
+    """Users that each wait for an answer before their next request.
 
     All that is random is drawn beforehand: under any policy, the same users send the same texts and pause as
     long.
@@ -172,7 +172,7 @@ class Sessions:
 def closed_loop(
     num_users: int, requests_per_user: int, lengths: DrawPairs, rng: Rng, *, think: Pause = 0.0
 ) -> Sessions:
-    """Return users who always have one request under way or think about the next one.
+    """Return users that always have one request under way or think about the next one.
 
     By the response-time law, their throughput is num_users / (mean response time + mean think time).
 
