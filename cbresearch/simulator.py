@@ -26,10 +26,10 @@ class _Length(NamedTuple):
     """What is known beforehand of a running request's output, in tokens.
 
     Attributes:
-        prompt: The prompt's.
-        output: After which the answer really ends, or None.
-        most: After which it is cut off.
-        end: Of prompt and output together at the end.
+        prompt: Length of the prompt.
+        output: Output length at which the answer really ends, or None.
+        most: Output length at which it is cut off.
+        end: Length of prompt and output together at the end.
     """
 
     prompt: int

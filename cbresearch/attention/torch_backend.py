@@ -28,7 +28,7 @@ class LatentCache:
         Args:
             compressed: `[1, 1, num_tokens, kv_lora_rank]`.
             rotary: `[1, 1, num_tokens, qk_rope_head_dim]`, rotated.
-            layer_idx: Which layer's.
+            layer_idx: Index of the layer.
 
         Raises:
             ValueError: The model hands over something else than latents.

@@ -78,8 +78,8 @@ def greedy_flip_probability(gap_density: float, drift: float) -> float:
     """Return how often two runs' best tokens differ, f(0)·E[D⁺] = f(0)·d/√π.
 
     The tokens differ if the gap between the two best is less than the difference D of their drifts against
-    it. If the gap's density f is flat where D is, this is ∫ f(0)·P(D > g) dg. D is normal with a variance of 2d².
-    Source: own derivation.
+    it. If the gap's density f is flat where D is, this is ∫ f(0)·P(D > g) dg. D is normal with a variance of
+    2d². Source: own derivation.
 
     Args:
         gap_density: Density f(0) of the gap at 0, per unit of a logit.

@@ -118,8 +118,8 @@ class Policy:
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
         """Choose the request to preempt when blocks run out, among the running ones in admission order.
 
-        By default the one admitted last: the oldest then always advances, so every run ends. A request that was
-        preempted `max_preemptions` times is no candidate; if that leaves none, the last is taken unasked.
+        By default the one admitted last: the oldest then always advances, so every run ends. A request with
+        `max_preemptions` preemptions is no candidate; if that leaves none, the last is taken unasked.
         """
         return candidates[-1]
 

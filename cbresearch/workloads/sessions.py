@@ -28,7 +28,7 @@ class Exponential:
     """Pauses of an exponential distribution.
 
     Attributes:
-        mean: Seconds.
+        mean: Mean pause in seconds.
 
     Raises:
         ValueError: The mean is not a positive number.
@@ -178,7 +178,7 @@ def closed_loop(
 
     Args:
         num_users: So many requests are under way at most.
-        requests_per_user: How many each sends.
+        requests_per_user: Number of requests of each user.
         lengths: Prompt and output lengths, as for `make_requests`; prompts are lengths.
         rng: Gives one number, which all else depends on.
         think: Pause between an answer and the next request; each user's first request comes after one too.
@@ -212,8 +212,8 @@ def conversations(
     """Return chats or agents: every prompt is the one before, its answer, and new text.
 
     Args:
-        arrivals: When the sessions begin.
-        num_sessions: How many.
+        arrivals: Times at which the sessions begin, as a process.
+        num_sessions: Number of sessions.
         rng: Gives one number, which all else depends on.
         turns: Requests of a session.
         texts: New tokens of a turn: what a user writes, or what a tool returns.
