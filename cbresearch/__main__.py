@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulated = commands.add_parser("simulate", parents=[shared], help="serve a workload in the simulator")
     cost = "seconds of a step, a token, a context token and a copied or swapped block; those left out are 0"
-    simulated.add_argument("--cost", required=True, metavar="linear:T0,T_TOKEN,T_CONTEXT", help=cost)
+    simulated.add_argument("--cost", required=True, metavar="linear:T0,T_TOKEN,T_CONTEXT,T_BLOCK", help=cost)
     return parser
 
 
@@ -186,5 +186,7 @@ if __name__ == "__main__":
     # garbage in it, again and again and once more at the end, would take a third of the time.
     gc.set_threshold(1_000_000)
     status = main()
-    gc.freeze()
+    # Triton reports objects that are never collected as leaks.
+    if "torch" not in sys.modules:
+        gc.freeze()
     sys.exit(status)

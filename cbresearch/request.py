@@ -19,9 +19,9 @@ class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities by the model's own logits, before any sampling parameter.
 
     Attributes:
-        logprob: Of the chosen token.
+        logprob: That of the chosen token.
         top_ids: The most likely tokens, as many as were asked for, the most likely first.
-        top_logprobs: Of each of `top_ids`.
+        top_logprobs: Those of `top_ids`, in the same order.
     """
 
     logprob: float

@@ -36,8 +36,8 @@ class Loop:
     """Alternate plan, execution and commitment on a clock of the caller's.
 
     Args:
-        scheduler: A scheduler.
-        executor: Carries out its plans.
+        scheduler: Plans the steps.
+        executor: Carries out the plans.
     """
 
     def __init__(self, scheduler: Scheduler, executor: Executor) -> None:

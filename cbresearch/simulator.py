@@ -27,10 +27,10 @@ class _Length(NamedTuple):
     """What is known beforehand of a running request's output, in tokens.
 
     Attributes:
-        prompt: The prompt's.
-        output: After which the answer really ends, or None.
-        most: After which it is cut off.
-        end: Of prompt and output together at the end.
+        prompt: Length of the prompt.
+        output: Output length at which the answer really ends, or None.
+        most: Output length at which it is cut off.
+        end: Length of prompt and output together at the end.
     """
 
     prompt: int
@@ -61,9 +61,7 @@ class CostExecutor:
         errors: Mapping[str, str] | None = None,
     ) -> None:
         if not callable(cost):
-            raise TypeError(
-                f"cost is {cost!r}; give a function from a Plan to seconds, such as costs.Linear(step=0.01)"
-            )
+            raise TypeError(f"cost is {cost!r}; give a function from a Plan to seconds, such as Linear(0.01)")
         self.cost = cost
         self._outputs = outputs or {}
         self._errors = errors or {}
@@ -174,6 +172,13 @@ def unlimited_cache(
     return CacheConfig(max(1, sum(blocks)), block_size)
 
 
+def check_limits(**given: tuple[object, type]) -> None:
+    """Reject limits that are neither None nor of their class, given as `name=(value, class)`; TypeError."""
+    for name, (value, kind) in given.items():
+        if not isinstance(value, kind | None):
+            raise TypeError(f"{name} is {value!r}; give a {kind.__name__}(…), or leave it out")
+
+
 def simulate(
     requests: Iterable[Request | Rejected],
     policy: str | Policy = "fcfs",
@@ -203,15 +208,15 @@ def simulate(
         writer: Gets each step and request as it comes about, as for `serve`.
 
     Raises:
-        TypeError: The requests are a workload's name, the cost cannot be called, or the policy is none.
+        TypeError: The requests are a workload's name, the cost cannot be called, or the policy or a limit is
+            of another class.
         ValueError: The policy's name or option is unknown, or a step's cost is negative or not finite.
         RuntimeError: `verify` found a step that fast-forward got wrong; the message names it.
     """
     if isinstance(requests, str):
-        raise TypeError(
-            f"the requests are {requests!r}; give a list of them, such as workloads.load({requests!r}, rng), "
-            "or ask compare(workload, policies, cost=...)"
-        )
+        remedy = f"workloads.load({requests!r}, rng), or ask compare({requests!r}, policies, cost=...)"
+        raise TypeError(f"the requests are {requests!r}; give a list of them, such as {remedy}")
+    check_limits(scheduler=(scheduler, SchedulerConfig), cache=(cache, CacheConfig))
     requests = list(requests)
     limits = scheduler or SchedulerConfig()
     pool = cache or unlimited_cache(requests, limits.max_num_seqs)
@@ -244,9 +249,7 @@ def simulate(
 
 def _require_equal(fast: Trace, stepped: Trace) -> None:
     """Raise RuntimeError where a trace differs from that of the same run taken step by step."""
-    remedy = (
-        "set its `fast_forward` to False, or let no decision turn on the time, tokens served or free blocks"
-    )
+    remedy = "set `fast_forward` to False, or let no decision turn on the time, tokens served or free blocks"
     for place, (one, other) in enumerate(zip(fast.steps, stepped.steps, strict=False)):
         wrong = [
             field.name for field in fields(one) if getattr(one, field.name) != getattr(other, field.name)

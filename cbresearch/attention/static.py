@@ -44,7 +44,7 @@ class StaticStep(KernelInputs):
 
         Args:
             token_ids: int64 `[num decodes]`.
-            step: Their step.
+            step: The step that computes these tokens.
         """
         num, width = step.block_tables.shape
         self._contexts[:num] = step.starts + 1

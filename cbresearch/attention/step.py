@@ -22,8 +22,8 @@ class Read(NamedTuple):
     """Queries that are attended in one call: one of each of some sequences, or several of one sequence.
 
     Attributes:
-        begin: Where the queries begin in the step.
-        end: Where they end.
+        begin: Place of the first query among the step's tokens.
+        end: Place behind the last query.
         slots: int64 `[num_seqs, most keys]` into the pool; None where one sequence's queries see no keys but
             their own. Places behind a sequence's end repeat a slot of its own and are masked, so that no
             unwritten slot is ever read.
@@ -42,11 +42,11 @@ class PagedStep:
 
     Attributes:
         cache: The pool.
-        windows: As in the pool.
-        block_tables: As the argument.
-        starts: As the argument.
-        num_tokens: As the argument.
-        is_stored: As the argument, True where all are.
+        windows: The windows of the pool's layers.
+        block_tables: The argument.
+        starts: The argument.
+        num_tokens: The argument.
+        is_stored: The argument, True where all tokens are stored.
         positions: int64 `[num_tokens]`: the position of each token in its sequence, on the host.
         slot_mapping: int64 `[num_tokens]`: the slot of each token.
         max_context: Tokens of the longest context.

@@ -28,7 +28,7 @@ class LatentCache:
         Args:
             compressed: `[1, 1, num_tokens, kv_lora_rank]`.
             rotary: `[1, 1, num_tokens, qk_rope_head_dim]`, rotated.
-            layer_idx: Which layer's.
+            layer_idx: Index of the layer.
 
         Raises:
             ValueError: The model hands over something else than latents.
@@ -73,7 +73,7 @@ def _gathered(
 ) -> Iterator[tuple[Read, Tensor, Tensor]]:
     """Write a layer's keys and values, and yield those of each read.
 
-    They are `[num_seqs, num_kv_heads, num_keys, size]`.
+    Their shapes are `[num_seqs, num_kv_heads, num_keys, size]`.
     """
     step.store(layer, torch.cat((key[0].transpose(0, 1), value[0].transpose(0, 1)), dim=-1))
     for read in step.reads(window):

@@ -25,7 +25,7 @@ class KernelInputs:
 
     Attributes:
         cache: The pool.
-        windows: As in the pool.
+        windows: The windows of the pool's layers.
         max_context: Tokens of the longest context.
         block_tables: int32 `[num_seqs, max_blocks]`.
         seq_lens: int32 `[num_seqs]`.
@@ -37,7 +37,7 @@ class KernelInputs:
         block_tables: int64 `[num_seqs, max_blocks]`.
         contexts: int64 `[num_seqs]`: tokens of each sequence, those of the step included.
         num_tokens: int64 `[num_seqs]`: queries of each sequence.
-        slot_mapping: As the attribute.
+        slot_mapping: int64 `[num_tokens]`; -1 where nothing is written.
     """
 
     def __init__(

@@ -264,8 +264,8 @@ def default_cache(shape: ModelShape, limits: SchedulerConfig, block_size: int = 
     """Return a pool of 1 GiB, or of what full seats can fill at most if that is less.
 
     Args:
-        shape: The model.
-        limits: The seats.
+        shape: The model's shape.
+        limits: The limits of a step; their seats count.
         block_size: Tokens in a block.
     """
     num_blocks = _DEFAULT_POOL_BYTES // (shape.kv_bytes_per_token * block_size)

@@ -107,7 +107,7 @@ class Engine:
         compile: Compile the model, for long runs on a CPU.
         graphs: Capture decode steps as CUDA graphs.
         seed: For what is drawn for requests that have no seed of their own.
-        clock: Seconds.
+        clock: Returns the seconds of a wall clock.
         fill: Value to fill the KV pools with, for tests.
 
     Raises:

@@ -43,7 +43,7 @@ class _Seat(NamedTuple):
         processors: Configuration of the logits processors, or None where the largest logit is chosen. It is
             what the request asks for without what is each request's own, so that rows of one go together.
         ends: Tokens that end its output.
-        key: Of its noise.
+        key: Key of its random numbers.
     """
 
     request: Request

@@ -25,7 +25,7 @@ class TriedRate(NamedTuple):
     Attributes:
         rate: Requests per second.
         attainment: Share of the requests of all seeds that kept the SLO.
-        num_requests: How many there were.
+        num_requests: Number of these requests.
     """
 
     rate: float

@@ -23,7 +23,7 @@ from cbresearch.policies import Policy, get
 from cbresearch.request import Rejected, Request, expand
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
-from cbresearch.simulator import simulate, unlimited_cache
+from cbresearch.simulator import check_limits, simulate, unlimited_cache
 from cbresearch.trace import Origin, StepRecord, Trace, write_columns, write_whole
 from cbresearch.workloads import load, resolve_prompts
 
@@ -170,15 +170,17 @@ def compare(
         trust_remote_code: Allow code that ships with the weights to run.
 
     Raises:
-        TypeError: There is neither a model nor a cost, or both, or an argument without its name.
+        TypeError: There is neither a model nor a cost, or both, or an argument without its name; or the
+            model, the cost or a limit is of another class.
         ValueError: A name is unknown or a limit out of range.
     """
     if misplaced or (model is None) == (cost is None):
         raise TypeError(_advice(workload, policies, *misplaced, both=cost is not None and model is not None))
+    sized = None if callable(cache) else cache
+    check_limits(scheduler=(scheduler, SchedulerConfig), cache=(sized, CacheConfig))
     built = _built(policies)
     if isinstance(workload, str | os.PathLike):
-        given = load(workload, np.random.default_rng(seed))
-        label = Path(workload).name
+        given, label = load(workload, np.random.default_rng(seed)), Path(workload).name
     else:
         given = list(workload)
         label = f"{len(given)} requests"
@@ -287,7 +289,8 @@ def predictions(traces: Mapping[str, Trace]) -> list[Prediction]:
 
 def _advice(*arguments: object, both: bool) -> str:
     """Return what to write in the place of a call that compare cannot make sense of."""
-    given, problem = ", ".join(map(reprlib.repr, arguments)), "both model and" if both else "no model or"
+    given = ", ".join(reprlib.repr(one)[:60] for one in arguments)
+    problem = "both model and" if both else "no model or"
     call = 'compare("chat24", ["static", "fcfs"],'
     order = "the workload comes first, the policies second, and all else by name"
     return f'compare({given}) has {problem} cost; {order}: {call} model="tiny") or {call} cost=Linear(0.01))'
@@ -306,6 +309,8 @@ def _shown_on(bar: "tqdm[Any]") -> Callable[[StepRecord], None]:
 def _loaded(model: "str | LoadedModel", trust_remote_code: bool) -> "LoadedModel":
     from cbresearch import models
 
+    if not isinstance(model, str | models.LoadedModel):
+        raise TypeError(f"model is {model!r}; give a name such as 'tiny', or what models.load returned")
     return models.load(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
 
 

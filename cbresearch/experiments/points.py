@@ -75,7 +75,7 @@ def run_all(
     Each call has its own copy of its arguments, in every backend. An exception ends that call alone.
 
     Args:
-        function: Picklable.
+        function: The function, which has to be picklable.
         calls: Places and arguments.
         n_jobs: Number of processes, as for `joblib.Parallel`.
 

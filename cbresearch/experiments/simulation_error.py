@@ -30,9 +30,9 @@ class SimulationError(NamedTuple):
     """The relative errors of a simulated run against the real one, predicted / measured - 1.
 
     Attributes:
-        latency: Of each complete request's end-to-end latency.
-        ttft: Of each answered request's time to first token.
-        makespan: Of the run's makespan.
+        latency: Error of each complete request's end-to-end latency.
+        ttft: Error of each answered request's time to first token.
+        makespan: Error of the run's makespan.
         equal_plans: Share of the steps whose plans are equal, of the longer run's.
     """
 

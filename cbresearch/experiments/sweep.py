@@ -35,11 +35,11 @@ class Run:
     """One run of a sweep.
 
     Attributes:
-        workload: Its label.
-        policy: Its label.
+        workload: Label of the workload.
+        policy: Label of the policy.
         scheduler: The limits of a step.
         cache: The KV pool, or None for one in which memory never runs out.
-        seed: Of its generator.
+        seed: Seed of the workload's generator.
         metrics: `metrics.summary`, and with an SLO `slo_attainment` and `goodput_requests_per_s`; empty if
             the run failed.
         error: What it failed of, or None.
@@ -102,7 +102,7 @@ class SweepResult:
 
         Args:
             metric: A name of `metrics.summary`.
-            confidence: Of the interval.
+            confidence: Confidence of the interval.
 
         Raises:
             ValueError: There is no such metric, or the confidence is out of range.

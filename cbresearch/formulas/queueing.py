@@ -200,7 +200,7 @@ def mm1_relaxation(load: float, mean_service: float) -> float:
     Source: the relaxation time of M/M/1, Cohen, The Single Server Queue, 1982; other services: by order.
 
     Args:
-        load: ρ.
+        load: Load ρ of the slot.
         mean_service: Mean seconds E[S].
     """
     _load(load, 1.0, 1)
@@ -215,7 +215,7 @@ def mm1_correlated_waits(load: float) -> float:
     Source: Daley, Journal of the Australian Mathematical Society 8, 1968; Whitt, Management Science 35, 1989.
 
     Args:
-        load: ρ.
+        load: Load ρ of the slot.
     """
     _load(load, 1.0, 1)
     return (2 + 5 * load - 4 * load**2 + load**3) / ((2 - load) * (1 - load) ** 2)

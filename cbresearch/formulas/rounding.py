@@ -77,9 +77,9 @@ def top_gap_density(vocab_size: int, std: float) -> float:
 def greedy_flip_probability(gap_density: float, drift: float) -> float:
     """Return how often two runs' best tokens differ, f(0)·E[D⁺] = f(0)·d/√π.
 
-    They differ if the gap between the two best is less than the difference D of their drifts against it. If
-    the gap's density f is flat where D is, this is ∫ f(0)·P(D > g) dg. D is normal with a variance of 2d².
-    Source: own derivation.
+    The tokens differ if the gap between the two best is less than the difference D of their drifts against
+    it. If the gap's density f is flat where D is, this is ∫ f(0)·P(D > g) dg. D is normal with a variance of
+    2d². Source: own derivation.
 
     Args:
         gap_density: Density f(0) of the gap at 0, per unit of a logit.

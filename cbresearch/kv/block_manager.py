@@ -135,7 +135,7 @@ class BlockManager:
     def fork(self, request_id: str, matched: Sequence[int]) -> None:
         """Begin a request's table with blocks that are there, which cannot be evicted from now on.
 
-        They come from `match`, or are the first ones of another request's table.
+        The blocks come from `match`, or are the first ones of another request's table.
 
         Raises:
             ValueError: The request holds blocks already.

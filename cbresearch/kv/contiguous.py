@@ -170,8 +170,8 @@ class ContiguousKV(KVManager):
     def max_blocks_needed(self, request: Request) -> int:
         """Return the blocks that a request's run takes from an empty pool, rounding included.
 
-        They are more than the pool has exactly when no run can ever be long enough: the pool's longest run is
-        the largest power of two in it, and the next one is longer than the pool.
+        The pool has fewer exactly when no run can ever be long enough: the pool's longest run is the largest
+        power of two in it, and the next one is longer than the pool.
         """
         return next_power_of_two(self._num_reserved(request))
 

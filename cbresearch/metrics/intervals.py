@@ -16,7 +16,7 @@ class Interval(NamedTuple):
     """An estimate and the interval that covers the true value with the wanted confidence.
 
     Attributes:
-        estimate: The estimate.
+        estimate: The estimated value.
         low: Lower end, or None where the sample is too small to have one.
         high: Upper end, or None.
         n: Number of values behind it.
@@ -38,7 +38,7 @@ def percentile_interval(values: Iterable[float], q: float, confidence: float = 0
     Args:
         values: The sample.
         q: Percent, above 0 and below 100.
-        confidence: Of the interval.
+        confidence: Confidence of the interval, between 0 and 1.
 
     Returns:
         None without values.
@@ -68,7 +68,7 @@ def mean_interval(values: Iterable[float], confidence: float = 0.95) -> Interval
 
     Args:
         values: The sample.
-        confidence: Of the interval.
+        confidence: Confidence of the interval, between 0 and 1.
 
     Returns:
         None without values; no ends with one value.
@@ -93,13 +93,13 @@ def batch_means_interval(
 ) -> Interval | None:
     """Return the mean of values that depend on their neighbours, such as the latencies of one run in order.
 
-    They are cut into equal batches, whose means depend on each other far less (Law, Simulation Modeling and
-    Analysis, 9.5.3); values that do not fill the last batch are left out.
+    The values are cut into equal batches, whose means depend on each other far less (Law, Simulation
+    Modeling and Analysis, 9.5.3); values that do not fill the last batch are left out.
 
     Args:
         values: The sample in its order.
         num_batches: Batches, at least 2.
-        confidence: Of the interval.
+        confidence: Confidence of the interval, between 0 and 1.
 
     Returns:
         None if there are fewer values than batches.

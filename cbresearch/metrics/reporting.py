@@ -15,7 +15,7 @@ class Reporting:
     Attributes:
         slo: What was promised; without it tables have no goodput.
         price_per_hour: Price of an hour of all machines that served a run; without it tables have no costs.
-        currency: Of the price.
+        currency: Currency of the price.
 
     Raises:
         ValueError: The price is not a finite number of 0 or more.

@@ -118,8 +118,8 @@ class Policy:
     def victim(self, view: View, candidates: Sequence[RequestState]) -> RequestState:
         """Choose the request to preempt when blocks run out, among the running ones in admission order.
 
-        The latest comer goes: the oldest request then always advances, so every run ends. A request that was
-        preempted `max_preemptions` times is no candidate; if that leaves none, the latest comer goes unasked.
+        By default the one admitted last: the oldest then always advances, so every run ends. A request with
+        `max_preemptions` preemptions is no candidate; if that leaves none, the last is taken unasked.
         """
         return candidates[-1]
 
@@ -141,7 +141,7 @@ class Policy:
         return view.preemption
 
     def wakes(self, view: View) -> float | None:
-        """Return the seconds until which to wait although requests do, or None; asked when none runs."""
+        """Return the seconds until which waiting requests are held back, or None; asked when none runs."""
         return None
 
     def served(self, request: RequestState, num_tokens: int) -> None:

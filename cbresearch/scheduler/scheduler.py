@@ -406,7 +406,7 @@ class Scheduler:
         last, plan, before, num_submitted = self._last
         if is_waiting and num_submitted != self.num_submitted:
             return None
-        # The latest comers first, which may still compute their prompts.
+        # Those admitted last first, which may still compute their prompts.
         for state in reversed(running):
             if state.num_tokens - state.num_computed_tokens != 1 or not state.output_token_ids:
                 return None
@@ -489,7 +489,7 @@ class Scheduler:
             self._vacate(self._padding.pop())
             return True
         candidates = [other for other in self._running if other.num_preemptions < self.config.max_preemptions]
-        # Where all had their share of preemptions the latest comer goes, so that the oldest gets to its end.
+        # Where all had their share of preemptions the one admitted last goes, so that the oldest is finished.
         victim = self.policy.victim(self._view, candidates) if candidates else self._running[-1]
         self._preempt(victim)
         return victim is not state

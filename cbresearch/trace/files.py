@@ -43,7 +43,7 @@ def write_columns(path: Path, tables: Mapping[str, Mapping[str, npt.NDArray[Any]
     """Write tables of equal columns below each other as a CSV file; None and NaN become empty cells.
 
     Args:
-        path: Where.
+        path: The CSV file.
         tables: The columns of each table by its name.
         label: Header of the first column, which holds the names of the tables.
     """

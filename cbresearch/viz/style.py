@@ -233,8 +233,8 @@ def panels(num_panels: int, height: float, **options: Any) -> tuple[Figure, list
     """Return a figure with panels on one time axis, one below the other.
 
     Args:
-        num_panels: How many.
-        height: Of one panel, in inches.
+        num_panels: Number of panels.
+        height: Height of one panel in inches.
         **options: As `plt.subplots` takes them.
     """
     size = (9.5, 1.5 + height * num_panels)

@@ -56,7 +56,7 @@ def constant(tokens: int) -> Predictor:
     """Predict the same length for every request.
 
     Args:
-        tokens: That length.
+        tokens: The predicted length.
     """
     require(tokens >= 1, "tokens", tokens, "give a number of tokens, 1 or more")
     return lambda requests, rng: [tokens] * len(requests)

@@ -132,13 +132,13 @@ def multi_turn(rng: Rng, *, rate: float = 0.5, n: int = 32, size: float = 1.0) -
     has 4 turns on average (geometric), a system prompt of 512 tokens that all share, texts of mean 512
     (lognormal, sigma 1, up to 8,192), pauses of 20 seconds on average (exponential), and ends before 131,072
     tokens; chats begin in a Poisson process. Arrivals are nominal, see `Sessions.flat`;
-    `multi_turn_sessions` returns users who really wait.
+    with `multi_turn_sessions` each user waits for the answers.
     """
     return multi_turn_sessions(rng, rate=rate, n=n, size=size).flat(TOKEN_SECONDS)
 
 
 def multi_turn_sessions(rng: Rng, *, rate: float = 0.5, n: int = 32, size: float = 1.0) -> Sessions:
-    """Return the chats of `multi_turn` for a closed loop: `start()` gives the requests and `then`."""
+    """Return the chats of `multi_turn` for a closed loop: `start()` gives the requests and `on_finish`."""
     return conversations(
         Poisson(rate),
         n,
@@ -160,13 +160,13 @@ def agents(rng: Rng, *, rate: float = 0.2, n: int = 16, size: float = 1.0) -> Re
     16,384) and takes 2 seconds (exponential); a step's output has 182 (lognormal, sigma 1, up to 4,096); it
     ends before 131,072 tokens; agents begin in a Poisson process. For comparison: of the blocks of
     Mooncake's tool and agent trace, a cache finds 59 % (Qin et al., FAST'25). Arrivals are nominal, see
-    `Sessions.flat`; `agents_sessions` returns agents who really wait.
+    `Sessions.flat`; with `agents_sessions` each agent waits for the answers.
     """
     return agents_sessions(rng, rate=rate, n=n, size=size).flat(TOKEN_SECONDS)
 
 
 def agents_sessions(rng: Rng, *, rate: float = 0.2, n: int = 16, size: float = 1.0) -> Sessions:
-    """Return the agents of `agents` for a closed loop: `start()` gives the requests and `then`."""
+    """Return the agents of `agents` for a closed loop: `start()` gives the requests and `on_finish`."""
     return conversations(
         Poisson(rate),
         n,

@@ -68,7 +68,7 @@ def make_requests(
         arrivals: An arrival process, such as `Poisson(4.0)`.
         lengths: Pairs, such as `Coupled(prompts, outputs, -0.4)` or `Joint.of(trace)`; or a distribution of
             prompts and one of outputs, which are then independent.
-        num_requests: How many.
+        num_requests: Number of requests.
         rng: Gives one number, which all else depends on.
         prefixes: What prompts begin with, in front of the tokens that `lengths` draws. Prompts are then token
             ids, and without it they are lengths.

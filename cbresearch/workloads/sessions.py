@@ -1,4 +1,4 @@
-"""Users who wait for an answer before they go on: closed loops, chats of many turns, agents."""
+"""Closed loops: users that wait for each answer before their next request, chats of many turns, agents."""
 
 import math
 from collections.abc import Callable
@@ -28,7 +28,7 @@ class Exponential:
     """Pauses of an exponential distribution.
 
     Attributes:
-        mean: Seconds.
+        mean: Mean pause in seconds.
 
     Raises:
         ValueError: The mean is not a positive number.
@@ -89,7 +89,7 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Sessions:
-    """Users who each wait for an answer before they send the next request.
+    """Users that each wait for an answer before their next request.
 
     All that is random is drawn beforehand: under any policy, the same users send the same texts and pause as
     long.
@@ -172,13 +172,13 @@ class Sessions:
 def closed_loop(
     num_users: int, requests_per_user: int, lengths: DrawPairs, rng: Rng, *, think: Pause = 0.0
 ) -> Sessions:
-    """Return users who always have one request under way or think about the next one.
+    """Return users that always have one request under way or think about the next one.
 
     By the response-time law, their throughput is num_users / (mean response time + mean think time).
 
     Args:
         num_users: So many requests are under way at most.
-        requests_per_user: How many each sends.
+        requests_per_user: Number of requests of each user.
         lengths: Prompt and output lengths, as for `make_requests`; prompts are lengths.
         rng: Gives one number, which all else depends on.
         think: Pause between an answer and the next request; each user's first request comes after one too.
@@ -212,8 +212,8 @@ def conversations(
     """Return chats or agents: every prompt is the one before, its answer, and new text.
 
     Args:
-        arrivals: When the sessions begin.
-        num_sessions: How many.
+        arrivals: Times at which the sessions begin, as a process.
+        num_sessions: Number of sessions.
         rng: Gives one number, which all else depends on.
         turns: Requests of a session.
         texts: New tokens of a turn: what a user writes, or what a tool returns.

@@ -102,6 +102,21 @@ def test_a_call_that_cannot_be_understood_says_what_to_write(arguments, options,
         assert part in str(rejected.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"model": 3}, "model is 3; give a name such as 'tiny'"),
+        ({"cost": UNIT, "scheduler": 8}, "scheduler is 8; give a SchedulerConfig("),
+        ({"cost": UNIT, "cache": 64}, "cache is 64; give a CacheConfig("),
+    ],
+    ids=["model", "scheduler", "cache"],
+)
+def test_compare_names_an_option_of_a_wrong_kind_and_the_remedy(options, said):
+    with pytest.raises(TypeError) as rejected:
+        compare("classic60", ["fcfs"], **options)
+    assert said in str(rejected.value)
+
+
 def test_no_run_knows_a_price_and_tables_do():
     assert not {"slo", "price_per_hour", "currency"} & set(inspect.signature(compare).parameters)
     comparison = compare("classic60", ["fcfs"], cost=UNIT)

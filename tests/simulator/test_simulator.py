@@ -287,8 +287,10 @@ def test_a_replay_looks_ahead_as_the_run_did_if_it_is_given_the_step_time():
         ({"cost": 0.1}, "cost is 0.1; give a function"),
         ({"policy": policies.Policy}, "class.*Policy.*built from its class"),
         ({"requests": "classic60"}, "'classic60'.*workloads.load.*or ask compare"),
+        ({"scheduler": 8}, r"scheduler is 8; give a SchedulerConfig\("),
+        ({"cache": 64}, r"cache is 64; give a CacheConfig\("),
     ],
-    ids=["a number as a cost", "a class as a policy", "a name as requests"],
+    ids=["a number as a cost", "a class as a policy", "a name as requests", "a number of seats", "of blocks"],
 )
 def test_simulate_names_what_is_of_a_wrong_kind_and_the_remedy(changes, said):
     with pytest.raises(TypeError, match=said):
