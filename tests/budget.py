@@ -35,7 +35,8 @@ CORE = {
 LAB = {
     "formulas metrics": 1150,
     "workloads": 1150,
-    "experiments cluster": 1240,
+    # Over the floor plan's 1,200: results.json is written here, and wrong calls are told what to write.
+    "experiments cluster": 1250,
     "bridges": 700,
     "viz export __main__": 2000,
 }
