@@ -3,6 +3,7 @@
 import copy
 import inspect
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -15,7 +16,14 @@ from transformers import PreTrainedModel
 
 from cbresearch.attention import ATTENTION_NAME, PagedStep
 from cbresearch.config import ModelShape
-from cbresearch.cpu.library import library, native_attention, native_linear
+from cbresearch.cpu.library import (
+    large_pages,
+    library,
+    native_attention,
+    native_linear,
+    pack,
+    panels_shape,
+)
 
 
 def is_native(backend: str | None, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bool:
@@ -111,21 +119,37 @@ class CpuStep(NamedTuple):
 
 
 class NativeLinear(nn.Linear):
-    """A linear layer whose product is C++."""
+    """A linear layer whose product is C++, which reads a copy of its weights in another order."""
+
+    panels: Tensor
+    packed_state = (0, 0)
+
+    def pack(self) -> None:
+        """Copy the weights into `panels`, if that has not happened since they last changed in place."""
+        # Tensors made for inference only do not count their changes.
+        changes = 0 if self.weight.is_inference() else self.weight._version  # noqa: SLF001 - PyTorch's name.
+        state = (self.weight.data_ptr(), changes)
+        if state != self.packed_state and self.weight.dtype == torch.float32:
+            self.packed_state = state
+            self.panels.copy_(pack(self.weight))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the outputs `[..., out_features]`."""
-        if torch.compiler.is_compiling():
-            output: Tensor = torch.ops.cbresearch.native_linear(input, self.weight, self.bias)
-            return output
-        return native_linear(input, self.weight, self.bias)
+        if input.dtype != torch.float32:
+            # The model was moved to another type meanwhile; PyTorch says what is wrong with that.
+            return super().forward(input)
+        multiply = torch.ops.cbresearch.native_linear if torch.compiler.is_compiling() else native_linear
+        output: Tensor = multiply(input, self.panels, self.bias, self.out_features)
+        return output
 
 
 class NativeForward:
     """Call a model with its linear layers and its attention in C++.
 
-    The model stays as it is: what runs is a copy of its modules, which shares all weights. Layers of other
-    kinds, and what a model multiplies without a layer, are PyTorch's.
+    The model stays as it is: what runs is a copy of its modules, which shares all weights, those of linear
+    layers besides packed once more. Layers of other kinds, and what a model multiplies without a layer, are
+    PyTorch's. Weights that change in place between steps are packed again; a change behind PyTorch's back, as
+    through `weight.data`, is not seen.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -134,14 +158,23 @@ class NativeForward:
         inner = self._model.base_model
         assert isinstance(inner, PreTrainedModel)
         inner.set_attn_implementation(ATTENTION_NAME)
-        for module in self._model.modules():
-            # A subclass may compute something else.
-            if type(module) is nn.Linear and module.weight.is_contiguous():
-                module.__class__ = NativeLinear
+        # A subclass may compute something else.
+        self._layers: list[Any] = [module for module in self._model.modules() if type(module) is nn.Linear]
+        sizes = [math.prod(panels_shape(layer.weight)) for layer in self._layers]
+        for layer, part in zip(self._layers, large_pages(sum(sizes)).split_with_sizes(sizes), strict=True):
+            layer.__class__ = NativeLinear
+            layer.register_buffer("panels", part.view(panels_shape(layer.weight)), persistent=False)
+        self._pack()
+
+    @torch.no_grad()
+    def _pack(self) -> None:
+        for layer in self._layers:
+            layer.pack()
 
     @torch.inference_mode()
     def __call__(self, token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> Tensor:
         """Return the logits `[num places, vocab]` behind some places of a step."""
+        self._pack()
         ids, positions = torch.from_numpy(token_ids)[None], torch.from_numpy(step.positions)[None]
         return self._logits(ids, positions, torch.from_numpy(places), CpuStep.of(step))
 
@@ -182,6 +215,7 @@ class CompiledForward(NativeForward):
     @torch.inference_mode()
     def __call__(self, token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> Tensor:
         """Return the logits `[num places, vocab]` behind some places of a step."""
+        self._pack()
         positions, num = step.positions, len(places)
         # A compiler takes a size of 1 for a constant: such a step gets a token that belongs to no sequence.
         if len(token_ids) == 1:

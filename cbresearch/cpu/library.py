@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import mmap
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import pad
 
 from cbresearch.models import cache_folder
 
@@ -82,6 +83,7 @@ def library() -> ctypes.CDLL:
             f"the C++ code cannot be kept in {str(target.parent)!r}: {error}; name another folder by "
             "CBRESEARCH_CACHE, or use the backend 'torch'"
         ) from error
+    loaded.cbresearch_panel.restype = ctypes.c_int
     loaded.cbresearch_linear.argtypes = (*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 3)
     loaded.cbresearch_linear.restype = None
     loaded.cbresearch_paged_attention.argtypes = (ctypes.POINTER(_Call),)
@@ -96,23 +98,44 @@ def _compile(compiler: str, *arguments: str) -> str:
     return done.stdout
 
 
-def native_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def panels_shape(weight: Tensor) -> tuple[int, int, int]:
+    """Return the shape of packed weights: panels, inputs, outputs of a panel; zeros fill the last."""
+    num_outputs, num_inputs = weight.shape
+    size = library().cbresearch_panel()
+    return -(-num_outputs // size), num_inputs, size
+
+
+def pack(weight: Tensor) -> Tensor:
+    """Return a linear layer's weights `[num_outputs, num_inputs]` as `native_linear` reads them."""
+    num_panels, num_inputs, size = panels_shape(weight)
+    filled = pad(weight, (0, 0, 0, num_panels * size - len(weight)))
+    return filled.view(num_panels, size, num_inputs).mT.contiguous()
+
+
+def large_pages(num_floats: int) -> Tensor:
+    """Return memory for floats, in large pages where there are any: weights are read faster from these."""
+    if not num_floats or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(num_floats)
+    memory = mmap.mmap(-1, 4 * num_floats, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.float32)
+
+
+def native_linear(x: Tensor, panels: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
     """Return `x @ weight.T + bias`, each row of which is bit for bit the same in any company.
 
     Args:
         x: float32 `[..., num_inputs]`.
-        weight: float32 `[num_outputs, num_inputs]`, contiguous.
+        panels: The weights as `pack` returns them.
         bias: float32 `[num_outputs]`.
+        num_outputs: Columns of the result.
     """
-    num_outputs, num_inputs = weight.shape
-    if weight.dtype != x.dtype or x.dtype != torch.float32:
-        # The model was moved to another type meanwhile; PyTorch says what is wrong with that.
-        return linear(x, weight, bias)
     x = x.contiguous()
+    num_inputs = panels.shape[1]
     out = x.new_empty(*x.shape[:-1], num_outputs)
     library().cbresearch_linear(
         x.data_ptr(),
-        weight.data_ptr(),
+        panels.data_ptr(),
         None if bias is None else bias.data_ptr(),
         out.data_ptr(),
         x.numel() // num_inputs,
@@ -168,10 +191,12 @@ def native_attention(
 
 
 # For a compiler, which takes operators and their shapes but no pointers.
-torch.library.define("cbresearch::native_linear", "(Tensor x, Tensor weight, Tensor? bias) -> Tensor")
+torch.library.define(
+    "cbresearch::native_linear", "(Tensor x, Tensor panels, Tensor? bias, int num_outputs) -> Tensor"
+)
 torch.library.impl("cbresearch::native_linear", "CPU", native_linear)
 torch.library.register_fake(
-    "cbresearch::native_linear", lambda x, weight, bias: x.new_empty(*x.shape[:-1], weight.shape[0])
+    "cbresearch::native_linear", lambda x, panels, bias, num_outputs: x.new_empty(*x.shape[:-1], num_outputs)
 )
 torch.library.define(
     "cbresearch::native_attention",

@@ -1,4 +1,4 @@
-// Attention over a paged float32 KV cache and products with few rows, for a ragged batch of decodes and prompt
+// Attention over a paged float32 KV cache and products of linear layers, for a ragged batch of decodes and prompt
 // chunks, on a CPU.
 //
 // What a row or a query gets depends neither on the others in the batch nor on the number of threads.
@@ -292,76 +292,70 @@ void attend(
     }
 }
 
-// A tile of a product is some rows times some columns, each sum of which is a vector over the inputs, so that the
-// weights are read as they lie. The sizes are those that fit into the registers.
+// Weights are packed: `PANEL` outputs lie side by side, input by input, so that a product reads them as one stream
+// and adds in the order of the inputs. A tile of a product is some rows times a panel; it fits into the registers.
 #ifdef __AVX512F__
-constexpr int ROWS = 8, COLUMNS = 3;
+constexpr int ROWS = 8, VECTORS = 3;
 #else
-constexpr int ROWS = 6, COLUMNS = 2;
+constexpr int ROWS = 6, VECTORS = 2;
 #endif
-// Columns that a thread takes at a time.
-constexpr int STRIPE = 16 * COLUMNS;
+constexpr int PANEL = VECTORS * LANES;
+// Rows that a thread takes at a time: its panel and they stay in the cache.
+constexpr int STRIPE = 64;
 
 struct Product {
-    const float *x, *weight, *bias;
+    const float *x, *panels, *bias;
     float *out;
     int64_t num_rows, num_inputs, num_outputs;
 };
 
-template <int NUM_ROWS, int NUM_COLUMNS>
-void multiply(const Product &product, int64_t row, int64_t column) {
-    const int64_t size = product.num_inputs, whole = size / LANES * LANES;
-    const float *x = product.x + row * size, *weight = product.weight + column * size;
-    Vector sums[NUM_COLUMNS][NUM_ROWS] = {};
-    for (int64_t k = 0; k < whole; k += LANES) {
-        Vector weights[NUM_COLUMNS];
-        for (int c = 0; c < NUM_COLUMNS; ++c) {
-            weights[c] = load(weight + c * size + k);
-            __builtin_prefetch(weight + (c + NUM_COLUMNS) * size + k);
+template <int NUM_ROWS>
+void multiply(const Product &product, int64_t row, int64_t panel) {
+    const int64_t size = product.num_inputs, first = panel * PANEL;
+    const float *x = product.x + row * size, *weight = product.panels + first * size;
+    Vector sums[NUM_ROWS][VECTORS] = {};
+    for (int64_t k = 0; k < size; ++k, weight += PANEL) {
+        Vector weights[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) {
+            weights[v] = load(weight + v * LANES);
+            __builtin_prefetch(weight + v * LANES + 16 * PANEL);
         }
         for (int r = 0; r < NUM_ROWS; ++r)
-            for (int c = 0; c < NUM_COLUMNS; ++c) sums[c][r] += load(x + r * size + k) * weights[c];
+            for (int v = 0; v < VECTORS; ++v) sums[r][v] += x[r * size + k] * weights[v];
     }
-    for (int c = 0; c < NUM_COLUMNS; ++c) {
-        Vector vectors[LANES] = {};
-        std::copy_n(sums[c], NUM_ROWS, vectors);
-        const Vector row_sums = sums_of(vectors);
-        for (int r = 0; r < NUM_ROWS; ++r) {
-            float sum = row_sums[r] + (product.bias ? product.bias[column + c] : 0.0f);
-            for (int64_t k = whole; k < size; ++k) sum += x[r * size + k] * weight[c * size + k];
-            product.out[(row + r) * product.num_outputs + column + c] = sum;
-        }
+    const int64_t num_columns = std::min<int64_t>(PANEL, product.num_outputs - first);
+    for (int r = 0; r < NUM_ROWS; ++r) {
+        float *out = product.out + (row + r) * product.num_outputs + first;
+        alignas(64) float line[PANEL];
+        for (int v = 0; v < VECTORS; ++v) store(line + v * LANES, sums[r][v]);
+        for (int64_t c = 0; c < num_columns; ++c) out[c] = line[c] + (product.bias ? product.bias[first + c] : 0.0f);
     }
 }
 
-// Calls `multiply` with numbers that are known only now.
-template <int NUM_ROWS = ROWS, int NUM_COLUMNS = COLUMNS>
-void multiply_tile(const Product &product, int64_t row, int64_t column, int64_t num_rows, int64_t num_columns) {
+// Calls `multiply` with a number of rows that is known only now.
+template <int NUM_ROWS = ROWS>
+void multiply_tile(const Product &product, int64_t row, int64_t panel, int64_t num_rows) {
     if constexpr (NUM_ROWS > 1)
-        if (num_rows < NUM_ROWS)
-            return multiply_tile<NUM_ROWS - 1, NUM_COLUMNS>(product, row, column, num_rows, num_columns);
-    if constexpr (NUM_COLUMNS > 1)
-        if (num_columns < NUM_COLUMNS)
-            return multiply_tile<NUM_ROWS, NUM_COLUMNS - 1>(product, row, column, num_rows, num_columns);
-    multiply<NUM_ROWS, NUM_COLUMNS>(product, row, column);
+        if (num_rows < NUM_ROWS) return multiply_tile<NUM_ROWS - 1>(product, row, panel, num_rows);
+    multiply<NUM_ROWS>(product, row, panel);
 }
 
 }  // namespace
 
 extern "C" void cbresearch_use_threads(int number) { pool().num_threads = number; }
 
+extern "C" int cbresearch_panel() { return PANEL; }
+
 extern "C" void cbresearch_linear(
-    const float *x, const float *weight, const float *bias, float *out, int64_t num_rows, int64_t num_inputs,
+    const float *x, const float *panels, const float *bias, float *out, int64_t num_rows, int64_t num_inputs,
     int64_t num_outputs) {
-    const Product product = {x, weight, bias, out, num_rows, num_inputs, num_outputs};
+    const Product product = {x, panels, bias, out, num_rows, num_inputs, num_outputs};
     const bool is_large = num_inputs * num_outputs * std::min<int64_t>(num_rows, 4) > 400000;
-    const int64_t num_stripes = (num_outputs + STRIPE - 1) / STRIPE;
-    pool().run(num_stripes, is_large, [&](int64_t stripe) {
-        const int64_t end = std::min(num_outputs, (stripe + 1) * STRIPE);
-        for (int64_t row = 0; row < num_rows; row += ROWS)
-            for (int64_t column = stripe * STRIPE; column < end; column += COLUMNS)
-                multiply_tile(product, row, column, std::min<int64_t>(ROWS, num_rows - row),
-                              std::min<int64_t>(COLUMNS, end - column));
+    const int64_t num_panels = (num_outputs + PANEL - 1) / PANEL, num_stripes = (num_rows + STRIPE - 1) / STRIPE;
+    pool().run(num_panels * num_stripes, is_large, [&](int64_t item) {
+        const int64_t first = item % num_stripes * STRIPE, end = std::min(num_rows, first + STRIPE);
+        for (int64_t row = first; row < end; row += ROWS)
+            multiply_tile(product, row, item / num_stripes, std::min<int64_t>(ROWS, end - row));
     });
 }
 

@@ -25,7 +25,7 @@ from cbresearch import models, policies
 from cbresearch.attention import PagedCache
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.cpu import forward
-from cbresearch.cpu.library import find_compiler, library, native_linear
+from cbresearch.cpu.library import find_compiler, library, native_linear, pack
 from cbresearch.engine import ModelExecutor
 from cbresearch.request import Request
 from cbresearch.scheduler import Scheduler
@@ -96,16 +96,16 @@ def test_native_attention_equals_a_loop_over_queries_and_is_bit_equal_in_any_com
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_native_product_is_near_float64_and_bit_equal_in_any_company(num_inputs, num_outputs, has_bias):
     torch.manual_seed(num_inputs)
-    weight, x = torch.randn(num_outputs, num_inputs), torch.randn(1, 37, num_inputs)
+    weight, x = torch.randn(num_outputs, num_inputs), torch.randn(1, 137, num_inputs)
     bias = torch.randn(num_outputs) if has_bias else None
-    whole = native_linear(x, weight, bias)
+    panels = pack(weight)
+    whole = native_linear(x, panels, bias, num_outputs)
     want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     torch.testing.assert_close(whole.double(), want, rtol=0, atol=1e-6 * num_inputs)
     for num_rows in range(1, 18):
-        assert torch.equal(
-            native_linear(x[:, 20 : 20 + num_rows], weight, bias), whole[:, 20 : 20 + num_rows]
-        )
-    assert torch.equal(native_linear(x[:, ::3], weight, bias), whole[:, ::3])
+        some = native_linear(x[:, 20 : 20 + num_rows], panels, bias, num_outputs)
+        assert torch.equal(some, whole[:, 20 : 20 + num_rows])
+    assert torch.equal(native_linear(x[:, ::3], panels, bias, num_outputs), whole[:, ::3])
 
 
 @needs_compiler
@@ -113,12 +113,13 @@ def test_products_on_several_threads_and_of_several_engines_at_once_are_bit_equa
     torch.manual_seed(0)
     weight, x = torch.randn(3000, 200), torch.randn(9, 200)
     library().cbresearch_use_threads(1)
-    want = native_linear(x, weight, None)
+    panels = pack(weight)
+    want = native_linear(x, panels, None, 3000)
     problems = []
 
     def multiply():
         for _ in range(300):
-            if not torch.equal(native_linear(x, weight, None), want):
+            if not torch.equal(native_linear(x, panels, None, 3000), want):
                 problems.append("differs")
 
     try:
