@@ -23,12 +23,13 @@ def explain(trace: Trace, request_id: str) -> str:
     """Tell one request's life in plain words, a line for each thing that happened to it.
 
     Args:
-        trace: The run.
+        trace: The run, or a window of it: the life is told from its beginning.
         request_id: The request.
 
     Raises:
         ValueError: There is no such request; near misses are named.
     """
+    trace = trace.whole or trace
     named = [record for record in trace.requests if record.id == request_id]
     if not named:
         known = sorted({record.id for record in trace.requests})

@@ -23,7 +23,7 @@ _LENGTHS = tuple(mantissa * 10.0**power for power in range(6) for mantissa in (1
 def prometheus(trace: Trace) -> str:
     """Return a run in the Prometheus text format, under vLLM's metric names where they mean the same.
 
-    Counters and histograms are those of the whole run; gauges, which tell of a moment, are in
+    Counters and histograms are those of the whole run, or of a window of it; gauges, which tell of a moment, are in
     `to_perfetto`. As there, TTFT and queue time count from arrival; a prefix query is a prompt token of
     a request that got a seat, a hit one whose KV was cached.
 
@@ -43,7 +43,7 @@ def prometheus(trace: Trace) -> str:
     counters: dict[str, dict[str, int]] = {
         "num_preemptions": {"": metrics.num_preemptions(trace)},
         "prompt_tokens": {"": prompts},
-        "generation_tokens": {"": sum(len(record.tokens) for record in served)},
+        "generation_tokens": {"": metrics.token_counts(trace).output},
         "request_success": {f',finished_reason="{name}"': reasons[name] for name in sorted(reasons)},
     }
     if trace.cache.prefix_caching:
@@ -58,7 +58,7 @@ def prometheus(trace: Trace) -> str:
         "request_prefill_time_seconds": (between("first_scheduled", "first_token"), _REQUESTS),
         "request_decode_time_seconds": (between("first_token", "finish"), _REQUESTS),
         "request_inference_time_seconds": (between("first_scheduled", "finish"), _REQUESTS),
-        "iteration_tokens_total": ((step.plan.num_tokens for step in trace.steps), _STEP_TOKENS),
+        "iteration_tokens_total": (trace.step_columns["num_tokens"][: trace.num_ended_steps].tolist(), _STEP_TOKENS),
         "request_prompt_tokens": ((record.num_prompt_tokens for record in seated), _LENGTHS),
         "request_generation_tokens": ((len(record.tokens) for record in served), _LENGTHS),
     }
