@@ -4,6 +4,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from cbresearch.step import Scheduled
 from cbresearch.trace import RequestRecord, StepRecord, Trace
@@ -77,7 +78,7 @@ class _Chapter:
         why = "; ".join(f"{_WHY[reason]} ({number})" for reason, number in self.waits.most_common())
         through = f", through {_count(self.waits.total(), 'step')}: {why}"
         if self.seat is None and (self.waits or end > self.begin):
-            yield f"waited {end - self.begin:.6g} s{through if why else ', in which no step began'}"
+            yield f"waited {_seconds(end - self.begin)} s{through if why else ', in which no step began'}"
         elif self.waits:
             yield f"sat unserved{through}"
 
@@ -87,7 +88,7 @@ def _life(record: RequestRecord, steps: Sequence[StepRecord]) -> Iterator[str]:
     padding: list[int] = []
     gone, end, is_done = "", record.arrival, False
     for step in (step for step in steps if step.start >= record.arrival):
-        plan, when = step.plan, f"step {step.plan.step}, at {step.start:.6g} s"
+        plan, when = step.plan, f"step {step.plan.step}, at {_seconds(step.start)} s"
         if record.id in plan.aborted:
             gone, end = f" before {when}", step.start
             break
@@ -121,7 +122,7 @@ def _life(record: RequestRecord, steps: Sequence[StepRecord]) -> Iterator[str]:
 
 def _arrival(record: RequestRecord) -> str:
     asked = "" if record.num_prompt_tokens is None else f" with {_count(record.num_prompt_tokens, 'token')}"
-    return f"arrived at {record.arrival:.6g} s{asked}" + f" from client {record.client!r}" * bool(
+    return f"arrived at {_seconds(record.arrival)} s{asked}" + f" from client {record.client!r}" * bool(
         record.client
     )
 
@@ -132,13 +133,18 @@ def _ending(record: RequestRecord, gone: str) -> str:
         ends = {None: "was unfinished when the run ended", "abort": f"was aborted{gone}", "error": "failed"}
         return f"{ends[record.finish_reason]}, with {got}" + f": {record.error}" * bool(record.error)
     why = "max_tokens was reached" if record.finish_reason == "length" else "a token ended the output"
-    times = f"TTFT {record.ttft:.6g} s, latency {record.latency:.6g} s"
-    return f"finished at {record.finish:.6g} s with {got} ({record.finish_reason}: {why}); {times}"
+    times = f"TTFT {_seconds(record.ttft)} s, latency {_seconds(record.latency)} s"
+    return f"finished at {_seconds(record.finish)} s with {got} ({record.finish_reason}: {why}); {times}"
 
 
 def _steps(steps: Sequence[int]) -> str:
     which = f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]} to {steps[-1]}"
     return f"{_count(len(steps), 'step')}, {which}"
+
+
+def _seconds(seconds: Any) -> str:
+    """Return seconds to six digits, and to a microsecond at least: a late step has its own time, too."""
+    return f"{seconds:.6g}" if seconds < 1 else f"{seconds:.6f}".rstrip("0").rstrip(".")
 
 
 def _count(number: int, what: str) -> str:

@@ -77,19 +77,18 @@ def stays_of(trace: Trace) -> Iterator[Stay]:
     Of a window of a run these are the stays in its steps, each cut at its first one.
     """
     found: dict[str, Stay] = {}
-    done: list[Stay] = []
     for step, record in trace.steps_so_far():
         plan = record.plan
         for request, seat, _ in plan.admitted:
             found[request.id] = Stay(request.id, seat, max(step, 0), step, 0)
-        done += map(found.pop, plan.preempted)
+        yield from (stay for stay in map(found.pop, plan.preempted) if stay.last_step >= 0)
         for entry in plan.scheduled:
             found[entry.request_id] = found[entry.request_id]._replace(last_step=step)
         for row in plan.padding:
             stay = found[row.request_id]
             num_padding = stay.num_padding_steps + (step >= 0)
             found[row.request_id] = stay._replace(last_step=step, num_padding_steps=num_padding)
-    yield from (stay for stay in (*done, *found.values()) if stay.last_step >= 0)
+    yield from (stay for stay in found.values() if stay.last_step >= 0)
 
 
 def _nanoseconds(seconds: float) -> int:

@@ -23,9 +23,9 @@ _LENGTHS = tuple(mantissa * 10.0**power for power in range(6) for mantissa in (1
 def prometheus(trace: Trace) -> str:
     """Return a run in the Prometheus text format, under vLLM's metric names where they mean the same.
 
-    Counters and histograms are those of the whole run, or of a window of it; gauges, which tell of a moment, are in
-    `to_perfetto`. As there, TTFT and queue time count from arrival; a prefix query is a prompt token of
-    a request that got a seat, a hit one whose KV was cached.
+    Counters and histograms are those of the whole run, or of a window of it; gauges, which tell of a moment,
+    are in `to_perfetto`. As there, TTFT and queue time count from arrival; a prefix query is a prompt token
+    of a request that got a seat, a hit one whose KV was cached.
 
     Args:
         trace: The run; its policy becomes a label.
@@ -33,6 +33,7 @@ def prometheus(trace: Trace) -> str:
     served = trace.served
     seated = [record for record in served if record.first_scheduled is not None]
     reasons = Counter(record.finish_reason for record in served if record.finish_reason is not None)
+    step_tokens = trace.step_columns["num_tokens"][: trace.num_ended_steps].tolist()
     prompts = sum(record.num_prompt_tokens or 0 for record in seated)
     label = 'policy="{}"'.format(trace.policy.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
 
@@ -58,7 +59,7 @@ def prometheus(trace: Trace) -> str:
         "request_prefill_time_seconds": (between("first_scheduled", "first_token"), _REQUESTS),
         "request_decode_time_seconds": (between("first_token", "finish"), _REQUESTS),
         "request_inference_time_seconds": (between("first_scheduled", "finish"), _REQUESTS),
-        "iteration_tokens_total": (trace.step_columns["num_tokens"][: trace.num_ended_steps].tolist(), _STEP_TOKENS),
+        "iteration_tokens_total": (step_tokens, _STEP_TOKENS),
         "request_prompt_tokens": ((record.num_prompt_tokens for record in seated), _LENGTHS),
         "request_generation_tokens": ((len(record.tokens) for record in served), _LENGTHS),
     }

@@ -159,8 +159,7 @@ def output_throughput(trace: Trace) -> float | None:
 def total_throughput(trace: Trace) -> float | None:
     """Return prompt and output tokens per second of `makespan`; a prompt counts once its answer begins."""
     begun = (trace.whole or trace).request_columns
-    is_inside = trace.holds(begun["first_token_s"]) & ~np.isnan(begun["first_token_s"])
-    prompts = sum(filter(None, begun["num_prompt_tokens"][is_inside].tolist()))
+    prompts = sum(filter(None, begun["num_prompt_tokens"][trace.holds(begun["first_token_s"])].tolist()))
     return fraction(num_output_tokens(trace) + prompts, makespan(trace))
 
 

@@ -38,7 +38,9 @@ class Trace:
         requests: Request records in the order in which the requests were given.
         origin: What recorded it.
         whole: The run that this is a window of; None for a run itself.
-        window: Where the window begins and ends, in seconds since the start of the run.
+        begin: Seconds since the start of the run at which the window begins; 0 for a run itself.
+        until: The same for its end; None for a run itself.
+        first_step: Steps of the run that had ended before the window begins.
     """
 
     policy: str
@@ -48,7 +50,9 @@ class Trace:
     requests: tuple[RequestRecord, ...] = ()
     origin: Origin = field(default_factory=Origin)
     whole: "Trace | None" = None
-    window: tuple[float, float] | None = None
+    begin: float = 0.0
+    until: float | None = None
+    first_step: int = 0
 
     def between(self, begin: float, end: float = math.inf) -> "Trace":
         """Return what happened in a window of time, [begin, end), as a trace that every reader takes.
@@ -68,35 +72,25 @@ class Trace:
         """
         if not (0 <= begin <= end and begin < math.inf):
             raise ValueError(f"the window is {begin!r} to {end!r}; give seconds, 0 or more, the end last")
-        whole = self if self.whole is None else self.whole
-        if self.window is not None:
-            begin, end = max(begin, self.begin), min(end, self.end)
-        part = replace(whole, whole=whole, window=(float(begin), float(max(begin, min(end, whole.end)))))
-        limit = part.end if part.end < whole.end else math.inf
-        num_begun = int(np.searchsorted(whole.step_columns["start_s"], limit)) if part.duration else 0
-        steps = Steps(whole.parts, range(part.first_step, max(part.first_step, num_begun)))
-        ends = zip(whole.requests, part.holds(_ends_of(whole)), strict=True)
-        return replace(part, steps=steps, requests=tuple(record for record, is_inside in ends if is_inside))
+        whole, begin, end = self.whole or self, max(begin, self.begin), min(end, self.end)
+        part = replace(whole, whole=whole, begin=float(begin), until=float(max(begin, end)))
+        starts = whole.step_columns["start_s"]
+        first = int((starts + whole.step_columns["duration_s"] < begin).sum())
+        number = int(part.holds(np.maximum(starts, begin))[first:].sum())
+        steps, is_inside = Steps(whole.parts, range(first, first + number)), part.holds(_ends_of(whole))
+        requests = tuple(record for record, inside in zip(whole.requests, is_inside, strict=True) if inside)
+        return replace(part, steps=steps, requests=requests, first_step=first)
 
     def holds(self, seconds: npt.ArrayLike) -> npt.NDArray[np.bool_]:
-        """Return which moments lie in the window; all do in a run itself."""
+        """Return which moments lie in the window; in a run itself all do but NaN, which is none."""
         times = np.asarray(seconds, dtype=np.float64)
-        if self.whole is None:
-            return np.ones(times.shape, dtype=bool)
-        return (times >= self.begin) & ((times < self.end) | (self.begin < self.end >= self.whole.end))
+        reaches_end = self.whole is None or self.begin < self.end >= self.whole.end
+        return (times >= self.begin) & ((times < self.end) | reaches_end)
 
     def of_window(self, columns: Columns) -> Columns:
-        """Return the part of some columns of the whole run, one value a step, that is of the window's steps."""
-        first = self.first_step
-        return {name: values[first : first + len(self.steps)] for name, values in columns.items()}
-
-    @cached_property
-    def first_step(self) -> int:
-        """Return how many steps of the run had ended before the window begins."""
-        if self.whole is None:
-            return 0
-        steps = self.whole.step_columns
-        return int(np.searchsorted(steps["start_s"] + steps["duration_s"], self.begin))
+        """Return the part of columns of the whole run, one value a step, that is of the window's steps."""
+        places = slice(self.first_step, self.first_step + len(self.steps))
+        return {name: values[places] for name, values in columns.items()}
 
     @property
     def num_ended_steps(self) -> int:
@@ -110,8 +104,8 @@ class Trace:
 
     @property
     def parts(self) -> Sequence[Part]:
-        """Return the steps in order, each decode run as one part."""
-        return self.steps.parts if isinstance(self.steps, Steps) else self.steps
+        """Return the steps in order, each decode run as one part; a window may begin and end within one."""
+        return self.steps.parts if isinstance(self.steps, Steps) and self.whole is None else self.steps
 
     def once(self, compute: "Callable[[Trace], T]") -> "T":
         """Return what a function makes of this run; it is computed at the first call and kept."""
@@ -161,16 +155,10 @@ class Trace:
         return {request.id: request.tokens for request in self.served}
 
     @property
-    def begin(self) -> float:
-        """Return where the window begins, in seconds since the start of the run; 0 for a run itself."""
-        return 0.0 if self.window is None else self.window[0]
-
-    @property
     def end(self) -> float:
         """Return where the window ends; for a run itself, the end of its last step or, without one, token."""
-        if self.window is not None:
-            return self.window[1]
-        return self.steps[-1].end if self.steps else float(self.token_times[0].max(initial=0.0))
+        last = self.steps[-1].end if self.steps else float(self.token_times[0].max(initial=0.0))
+        return last if self.until is None else self.until
 
     @property
     def duration(self) -> float:
@@ -196,8 +184,9 @@ class Trace:
             path: Where to write it, whole or not at all; with the ending ".gz" it is compressed.
         """
         path, run = Path(path), self.whole or self
+        window = None if self.until is None else (self.begin, self.until)
         limits = (self.policy, self.scheduler, self.cache, self.origin)
-        header = Header("cbresearch.trace", 1, *limits, self.window)
+        header = Header("cbresearch.trace", 1, *limits, window)
         write_whole(path, written(path, header, run.parts, run.requests))
         return path
 
@@ -225,11 +214,6 @@ def _ends_of(run: Trace) -> list[float]:
     for step in run.parts:
         if isinstance(step, StepRecord):
             left |= dict.fromkeys(step.plan.aborted, step.start) | dict.fromkeys(step.finished, step.end)
-    return [
-        record.arrival
-        if record.is_rejected
-        else record.token_times[-1]
-        if record.is_complete
-        else left.get(record.id, math.inf)
-        for record in run.requests
-    ]
+    times = (record.arrival if record.is_rejected else record.finish for record in run.requests)
+    pairs = zip(run.requests, times, strict=True)
+    return [left.get(record.id, math.inf) if when is None else when for record, when in pairs]

@@ -20,21 +20,16 @@ class Steps(Sequence[StepRecord]):
 
     Args:
         parts: Step records and decode runs in order.
-        places: Numbers of the steps among all of the parts; by default all are in it.
+        places: Numbers of the steps among those of all parts; by default all are in it.
     """
 
-    __slots__ = ("_ends", "_parts", "_places")
+    __slots__ = ("_ends", "_places", "parts")
 
     def __init__(self, parts: Iterable[Part], places: range | None = None) -> None:
-        self._parts = tuple(parts)
-        lengths = (len(part) if isinstance(part, DecodeRun) else 1 for part in self._parts)
+        self.parts = tuple(parts)
+        lengths = (len(part) if isinstance(part, DecodeRun) else 1 for part in self.parts)
         self._ends = tuple(accumulate(lengths, initial=0))
         self._places = range(self._ends[-1]) if places is None else places
-
-    @property
-    def parts(self) -> Sequence[Part]:
-        """Return the steps in order, each decode run that is in it as a whole as one part."""
-        return self._parts if len(self) == self._ends[-1] else tuple(self)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -42,9 +37,9 @@ class Steps(Sequence[StepRecord]):
     def __getitem__(self, index: Any) -> Any:
         places = self._places[index]
         if isinstance(places, range):
-            return tuple(Steps(self._parts, places))
+            return tuple(Steps(self.parts, places))
         number = bisect_right(self._ends, places) - 1
-        part = self._parts[number]
+        part = self.parts[number]
         return part if isinstance(part, StepRecord) else step_of(part, places - self._ends[number])
 
     def __eq__(self, other: object) -> bool:

@@ -142,8 +142,8 @@ def player_data(
         "fills": list(REQUEST_COLORS),
         "inks": [ink_on(color) for color in REQUEST_COLORS],
         "requests": [
-            [_short(max(0.0, record.arrival - begin)), record.num_prompt_tokens, len(record.tokens), record.max_tokens]
-            for record in map(known.__getitem__, numbers)
+            [_short(max(0.0, one.arrival - begin)), one.num_prompt_tokens, len(one.tokens), one.max_tokens]
+            for one in map(known.__getitem__, numbers)
         ],
         "runs": runs,
         "workload": {

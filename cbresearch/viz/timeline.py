@@ -225,14 +225,14 @@ def seats(
     for ax, (label, trace) in zip(axs, traces.items(), strict=True):
         part = parts[label]
         starts, ends = clock.edges(part)
-        drawn |= _draw_stays(ax, stays[label], starts, ends, used[label], colors, clock.begin(trace))
+        drawn |= _draw_stays(ax, stays[label], part, clock, used[label], colors)
         if used[label] < trace.scheduler.max_num_seqs:
             ax.set_ylabel(f"used: {used[label]} of {trace.scheduler.max_num_seqs}\nseat")
         if len(colors) <= max_requests_labelled:
             _label_stays(ax, stays[label], starts, ends, clock.last - clock.first, colors)
         end = float(ends.max(initial=clock.begin(trace)))
         ax.axvline(end, color=style.INK, linewidth=2, gid="end")
-        is_whole = len(part.steps) == len(trace.steps)
+        is_whole = len(part.steps) == len(trace.steps) and trace.end == (trace.whole or trace).end
         words = f"done: {_length(trace, time)}" if is_whole else "goes on →"
         style.note(ax, words, (end, 0.5), ("data", "axes fraction"), (5, 0), rotation=90, fontsize=10)
     clock.label(axs[-1])
@@ -331,15 +331,10 @@ def _busy_seats(trace: Trace, time: TimeAxis) -> str:
 
 
 def _draw_stays(
-    ax: Axes,
-    stays: Sequence[SeatStay],
-    starts: Array,
-    ends: Array,
-    num_seats: int,
-    colors: Mapping[str, int],
-    begin: float,
+    ax: Axes, stays: Sequence[SeatStay], run: Trace, clock: Clock, num_seats: int, colors: Mapping[str, int]
 ) -> set[str]:
     """Draw one run's seats; return which marks of the legend occur."""
+    starts, ends = clock.edges(run)
 
     def box(left: float, right: float, seat: int) -> list[tuple[float, float]]:
         low, high = seat - _HALF_BAR, seat + _HALF_BAR
@@ -360,7 +355,7 @@ def _draw_stays(
         "served": {"facecolor": fills["served"], "edgecolor": "white", "linewidth": width},
     }
     if len(ends):
-        boxes["frame"] = [box(begin, float(ends[-1]), seat) for seat in range(num_seats)]
+        boxes["frame"] = [box(clock.begin(run), float(ends[-1]), seat) for seat in range(num_seats)]
     for kind, look in looks.items():
         if boxes[kind]:
             ax.add_collection(PolyCollection(boxes[kind], **look, gid=kind))

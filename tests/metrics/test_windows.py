@@ -13,6 +13,7 @@ from cbresearch import CacheConfig, Request, SchedulerConfig, export, metrics, s
 from cbresearch.cluster import ReplicaConfig, simulate_cluster
 from cbresearch.costs import Linear
 from cbresearch.request import Rejected
+from cbresearch.simulator import replan
 from cbresearch.step import DecodeRun
 from cbresearch.trace import RequestRecord, Trace
 from cbresearch.viz.memory import BlockMap
@@ -51,7 +52,7 @@ def run_of(kind):
 
 
 def aborted_run():
-    """Return a run in which one request is aborted while it waits, one while it decodes; one is unfinished."""
+    """Return a run of which one request was aborted, and one never ended."""
     whole = run_of("plain")
     victims = {whole.requests[0].id: "abort", whole.requests[1].id: None}
     requests = tuple(
@@ -91,7 +92,10 @@ def test_windows_that_follow_one_another_add_up_to_the_run(run):
             assert sum(each[name] for each in found) == whole[name], name
         busy = [part.step_columns["duration_s"].sum() for part in parts]
         assert sum(busy) == pytest.approx(run.step_columns["duration_s"].sum())
-        rows = [each["time_weighted_occupancy_rows"] * part.duration for each, part in zip(found, parts)]
+        rows = [
+            each["time_weighted_occupancy_rows"] * part.duration
+            for each, part in zip(found, parts, strict=True)
+        ]
         served = float(run.step_columns["num_scheduled"] @ run.step_columns["duration_s"])
         assert sum(rows) == pytest.approx(served)
         waits = [metrics.mean_queue_length(part) * part.duration for part in parts]
@@ -277,6 +281,11 @@ def test_a_window_without_steps_or_ends_has_no_figures_but_rates_of_nothing():
     for begin, end in ((-1.0, 2.0), (3.0, 2.0), (math.nan, 1.0), (0.0, math.nan), (math.inf, math.inf)):
         with pytest.raises(ValueError, match="the window is"):
             run.between(begin, end)
+
+
+def test_the_run_of_a_window_is_planned_anew():
+    run = RUNS["swap"]
+    assert replan(run.between(0.5, 1.0)) == replan(run) and replan(run).first_difference is None
 
 
 def test_a_window_of_a_window_is_their_common_part():
