@@ -4,7 +4,6 @@ import difflib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from cbresearch.step import Scheduled
 from cbresearch.trace import RequestRecord, StepRecord, Trace
@@ -133,7 +132,7 @@ def _ending(record: RequestRecord, gone: str) -> str:
         ends = {None: "was unfinished when the run ended", "abort": f"was aborted{gone}", "error": "failed"}
         return f"{ends[record.finish_reason]}, with {got}" + f": {record.error}" * bool(record.error)
     why = "max_tokens was reached" if record.finish_reason == "length" else "a token ended the output"
-    times = f"TTFT {_seconds(record.ttft)} s, latency {_seconds(record.latency)} s"
+    times = f"TTFT {_seconds(record.ttft or 0)} s, latency {_seconds(record.latency or 0)} s"
     return f"finished at {_seconds(record.finish)} s with {got} ({record.finish_reason}: {why}); {times}"
 
 
@@ -142,7 +141,7 @@ def _steps(steps: Sequence[int]) -> str:
     return f"{_count(len(steps), 'step')}, {which}"
 
 
-def _seconds(seconds: Any) -> str:
+def _seconds(seconds: float) -> str:
     """Return seconds to six digits, and to a microsecond at least: a late step has its own time, too."""
     return f"{seconds:.6g}" if seconds < 1 else f"{seconds:.6f}".rstrip("0").rstrip(".")
 

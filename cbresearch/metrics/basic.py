@@ -306,7 +306,9 @@ def total_of_steps(trace: Trace, name: str) -> int:
 
 def num_output_tokens(trace: Trace) -> int:
     """Return the tokens that came out in the window, also those of requests that did not end in it."""
-    return int(trace.holds((trace.whole or trace).token_times[0]).sum())
+    if trace.whole is None:
+        return _total(trace, "num_output_tokens")
+    return int(trace.holds(trace.whole.token_times[0]).sum())
 
 
 def fraction(part: float | None, whole: float | None) -> float | None:
