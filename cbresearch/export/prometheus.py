@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from cbresearch import metrics
 from cbresearch.trace import Trace
@@ -37,9 +38,8 @@ def prometheus(trace: Trace) -> str:
     prompts = sum(record.num_prompt_tokens or 0 for record in seated)
     label = 'policy="{}"'.format(trace.policy.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
 
-    def between(begin: str, end: str) -> list[float | None]:
-        times = [(getattr(record, begin), getattr(record, end)) for record in served]
-        return [None if first is None or last is None else last - first for first, last in times]
+    def between(begin: str, end: str) -> Any:
+        return (trace.request_columns[f"{end}_s"] - trace.request_columns[f"{begin}_s"]).tolist()
 
     counters: dict[str, dict[str, int]] = {
         "num_preemptions": {"": metrics.num_preemptions(trace)},
@@ -68,7 +68,7 @@ def prometheus(trace: Trace) -> str:
         lines.append(f"# TYPE vllm:{name}_total counter")
         lines += [f"vllm:{name}_total{{{label}{more}}} {count}" for more, count in counts.items()]
     for name, (values, bounds) in histograms.items():
-        found = sorted(value for value in values if value is not None)
+        found = sorted(value for value in values if value is not None and value == value)
         lines.append(f"# TYPE vllm:{name} histogram")
         numbers = {repr(float(bound)): bisect_right(found, bound) for bound in bounds} | {"+Inf": len(found)}
         lines += [f'vllm:{name}_bucket{{{label},le="{le}"}} {count}' for le, count in numbers.items()]

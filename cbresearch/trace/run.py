@@ -81,9 +81,8 @@ class Trace:
         requests = tuple(record for record, inside in zip(whole.requests, is_inside, strict=True) if inside)
         return replace(part, steps=steps, requests=requests, first_step=first)
 
-    def holds(self, seconds: npt.ArrayLike) -> npt.NDArray[np.bool_]:
+    def holds(self, times: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """Return which moments lie in the window; in a run itself all do but NaN, which is none."""
-        times = np.asarray(seconds, dtype=np.float64)
         reaches_end = self.whole is None or self.begin < self.end >= self.whole.end
         return (times >= self.begin) & ((times < self.end) | reaches_end)
 
@@ -95,7 +94,7 @@ class Trace:
     @property
     def num_ended_steps(self) -> int:
         """Return how many steps ended in the window: all but the last one, if it was still running."""
-        return len(self.steps) - bool(self.steps and not self.holds(self.steps[-1].end))
+        return len(self.steps) - bool(self.steps and not self.holds(np.array(self.steps[-1].end)))
 
     def steps_so_far(self) -> Iterator[tuple[int, StepRecord]]:
         """Yield the steps from the start of the run on, numbered from 0 where the window begins."""
@@ -185,8 +184,7 @@ class Trace:
         """
         path, run = Path(path), self.whole or self
         window = None if self.until is None else (self.begin, self.until)
-        limits = (self.policy, self.scheduler, self.cache, self.origin)
-        header = Header("cbresearch.trace", 1, *limits, window)
+        header = Header("cbresearch.trace", 1, self.policy, self.scheduler, self.cache, self.origin, window)
         write_whole(path, written(path, header, run.parts, run.requests))
         return path
 
@@ -208,7 +206,7 @@ def load(path: str | Path) -> Trace:
     return run if header.window is None else run.between(*header.window)
 
 
-def _ends_of(run: Trace) -> list[float]:
+def _ends_of(run: Trace) -> npt.NDArray[np.float64]:
     """Return when each request ended, in seconds; infinity for one that did not."""
     left: dict[str, float] = {}
     for step in run.parts:
@@ -216,4 +214,4 @@ def _ends_of(run: Trace) -> list[float]:
             left |= dict.fromkeys(step.plan.aborted, step.start) | dict.fromkeys(step.finished, step.end)
     times = (record.arrival if record.is_rejected else record.finish for record in run.requests)
     pairs = zip(run.requests, times, strict=True)
-    return [left.get(record.id, math.inf) if when is None else when for record, when in pairs]
+    return np.array([left.get(record.id, math.inf) if when is None else when for record, when in pairs])

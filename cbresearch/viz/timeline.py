@@ -31,13 +31,7 @@ _HELD_LOOK: Mapping[str, Any] = MappingProxyType(
     {"hatch": "..", "edgecolor": style.HATCH_COLOR, "linewidth": 0.4, "alpha": 0.4}
 )
 _PREEMPTED_LOOK: Mapping[str, Any] = MappingProxyType(
-    {
-        "linestyle": "none",
-        "marker": "X",
-        "markersize": 9,
-        "color": style.INK,
-        "markeredgecolor": "white",
-    }
+    {"linestyle": "none", "marker": "X", "markersize": 9, "color": style.INK, "markeredgecolor": "white"}
 )
 
 
