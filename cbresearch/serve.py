@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
-from typing import Protocol
+from typing import Any, Protocol
 
 from cbresearch import fast_forward as decode_runs
 from cbresearch.fast_forward import Outlook
@@ -12,6 +12,9 @@ from cbresearch.request import Rejected, Request, RequestState
 from cbresearch.scheduler import Scheduler
 from cbresearch.step import DecodeRun, Plan, StepResult
 from cbresearch.trace import Origin, RequestRecord, StepRecord, Steps, Trace, TraceWriter
+
+_TIME_OF_DAY = 1e9
+"""Seconds from which on arrivals count from 1970, not from the start of a run."""
 
 
 class Executor(Protocol):
@@ -120,6 +123,10 @@ def serve(
     The clock is virtual with either executor: it advances by each step's duration, and jumps to the next
     arrival when there is nothing to do. So a run of a real model can be replayed by the simulator.
 
+    A clock that counts from 1970 leaves a float no digits for the length of a step. A workload whose first
+    arrival is 10⁹ seconds or later tells the time of day: the run begins with that arrival, its times count
+    from there, and `Trace.origin.epoch` says when it was.
+
     Args:
         requests: The workload; a `Rejected` only keeps its place in the results.
         scheduler: A scheduler that has served no request yet.
@@ -136,7 +143,8 @@ def serve(
     Returns:
         The trace. A request that cannot be served is in it with its error; the others are served.
     """
-    run = _Run(list(requests), Loop(scheduler, executor), on_step, on_finish, writer)
+    given, epoch = from_first_arrival(requests)
+    run = _Run(given, epoch, Loop(scheduler, executor), on_step, on_finish, writer)
     outlook: Outlook | None = None
     if fast_forward and on_step is None and decode_runs.allows(scheduler):
         outlook = getattr(executor, "outlook", None)
@@ -147,8 +155,26 @@ def serve(
         cache=scheduler.kv.config,
         steps=Steps(run.parts),
         requests=run.records(),
-        origin=origin or Origin(),
+        origin=replace(origin or Origin(), epoch=epoch),
     )
+
+
+def from_first_arrival(requests: Iterable[Request | Rejected]) -> tuple[list[Request | Rejected], float]:
+    """Return requests whose times count from the first arrival if they tell the time of day, and when it was.
+
+    Returns:
+        The requests, and the seconds by which their times are less than those given; 0 as a rule.
+    """
+    given = list(requests)
+    first = min((entry.arrival for entry in given if isinstance(entry, Request)), default=0.0)
+    return (given, 0.0) if first < _TIME_OF_DAY else ([_since(first, entry) for entry in given], first)
+
+
+def _since(first: float, entry: Any) -> Any:
+    """Return a request, or a rejection, whose times count from the first arrival."""
+    deadline = getattr(entry, "deadline", None)
+    later = {} if deadline is None else {"deadline": max(0.0, deadline - first)}
+    return replace(entry, arrival=max(0.0, entry.arrival - first), **later)
 
 
 class _Run:
@@ -157,12 +183,13 @@ class _Run:
     def __init__(
         self,
         requests: list[Request | Rejected],
+        epoch: float,
         loop: Loop,
         on_step: Callable[[StepRecord], object] | None,
         on_finish: Callable[[RequestRecord], Iterable[Request]] | None,
         writer: TraceWriter | None,
     ) -> None:
-        self.now = 0.0
+        self.now, self._epoch = 0.0, epoch
         self.parts: list[StepRecord | DecodeRun] = []
         self._requests, self._loop, self._scheduler = requests, loop, loop.scheduler
         self._on_step, self._on_finish, self._writer = on_step, on_finish, writer
@@ -270,6 +297,8 @@ class _Run:
         if self._writer is not None:
             self._writer.request(record)
         for successor in self._on_finish(record) if self._on_finish is not None else ():
+            if self._epoch and successor.arrival >= _TIME_OF_DAY:
+                successor = _since(self._epoch, successor)
             if successor.arrival < self.now:
                 successor = replace(successor, arrival=self.now)
             self._requests.append(successor)

@@ -278,11 +278,12 @@ def replay(
     the model except how long a step takes and where each output ends.
 
     Args:
-        trace: The recorded run.
+        trace: The recorded run; of a window of one, the run.
         requests: Its requests, in the order in which they were given.
         policy: Its policy.
         step_time: Its step-time model, if the policy looked ahead with one.
     """
+    trace = trace.whole or trace
     again: list[Request | Rejected] = []
     for request, record in zip(requests, trace.requests, strict=True):
         if record.is_rejected or isinstance(request, Rejected):
@@ -355,7 +356,7 @@ def replan(
     scheduled, in their order, with their tokens, and those preempted; block ids are the engine's own.
 
     Args:
-        trace: The recorded run.
+        trace: The recorded run; of a window of one, the run.
         policy: A policy or its name; by default the trace's.
         step_time: Its step-time model, if it looks ahead with one.
         requests: Its requests. Only those that were never admitted are looked up here: of them the trace has
@@ -364,6 +365,7 @@ def replan(
     Raises:
         ValueError: As for `policy_of`.
     """
+    trace = trace.whole or trace
     scheduler = Scheduler(policy_of(trace, policy), trace.scheduler, trace.cache, step_time)
     executor = CostExecutor(UNIT_STEP, trace.outputs, _errors(trace))
     coming = _queued_requests(trace, requests)

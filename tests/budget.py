@@ -25,8 +25,9 @@ CORE = {
     "policies": 680,
     "scheduler": 600,
     "fast_forward": 300,
-    # Over the floor plan's 500: files that survive a kill and distrust a stranger, and columns by decode run.
-    "serve trace": 740,
+    # Over the floor plan's 500: files that survive a kill and distrust a stranger, columns by decode run,
+    # windows of a run that every reader takes, and clocks that count from 1970.
+    "serve trace": 806,
     "costs simulator": 560,
     # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure.
     "kernels attention models engine cpu": 2420,
@@ -41,7 +42,7 @@ LAB = {
     "viz export __main__": 2000,
 }
 # The aim is 6,000.
-MOST_CORE = 6530
+MOST_CORE = 6596
 MOST_LAB = 6000
 MOST_ALL = 12_000
 MOST_JAVASCRIPT = 1200

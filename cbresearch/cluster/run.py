@@ -9,8 +9,8 @@ from itertools import count
 
 from cbresearch.cluster.replica import Replica, ReplicaConfig, Router, least_outstanding
 from cbresearch.request import Rejected, Request, RequestState
-from cbresearch.serve import record_of
-from cbresearch.trace import RequestRecord, Trace
+from cbresearch.serve import from_first_arrival, record_of
+from cbresearch.trace import Origin, RequestRecord, Trace
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ def simulate_cluster(
         ValueError: An id is given twice, or there is no replica, or only one of the two halves of a
             disaggregated cluster.
     """
-    given = list(requests)
+    given, epoch = from_first_arrival(requests)
     served = [request for request in given if isinstance(request, Request)]
     _check_cluster(served, replicas)
     cluster = _Cluster(
@@ -104,6 +104,7 @@ def simulate_cluster(
             cache=replica.config.cache,
             steps=tuple(replica.steps),
             requests=tuple(record_of(state.request, state) for state in replica.states.values()),
+            origin=Origin(epoch=epoch),
         )
         for replica in cluster.replicas
     )

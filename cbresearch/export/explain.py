@@ -23,12 +23,13 @@ def explain(trace: Trace, request_id: str) -> str:
     """Tell one request's life in plain words, a line for each thing that happened to it.
 
     Args:
-        trace: The run.
+        trace: The run, or a window of it: the life is told from its beginning.
         request_id: The request.
 
     Raises:
         ValueError: There is no such request; near misses are named.
     """
+    trace = trace.whole or trace
     named = [record for record in trace.requests if record.id == request_id]
     if not named:
         known = sorted({record.id for record in trace.requests})
@@ -76,7 +77,7 @@ class _Chapter:
         why = "; ".join(f"{_WHY[reason]} ({number})" for reason, number in self.waits.most_common())
         through = f", through {_count(self.waits.total(), 'step')}: {why}"
         if self.seat is None and (self.waits or end > self.begin):
-            yield f"waited {end - self.begin:.6g} s{through if why else ', in which no step began'}"
+            yield f"waited {_seconds(end - self.begin)} s{through if why else ', in which no step began'}"
         elif self.waits:
             yield f"sat unserved{through}"
 
@@ -86,7 +87,7 @@ def _life(record: RequestRecord, steps: Sequence[StepRecord]) -> Iterator[str]:
     padding: list[int] = []
     gone, end, is_done = "", record.arrival, False
     for step in (step for step in steps if step.start >= record.arrival):
-        plan, when = step.plan, f"step {step.plan.step}, at {step.start:.6g} s"
+        plan, when = step.plan, f"step {step.plan.step}, at {_seconds(step.start)} s"
         if record.id in plan.aborted:
             gone, end = f" before {when}", step.start
             break
@@ -120,7 +121,7 @@ def _life(record: RequestRecord, steps: Sequence[StepRecord]) -> Iterator[str]:
 
 def _arrival(record: RequestRecord) -> str:
     asked = "" if record.num_prompt_tokens is None else f" with {_count(record.num_prompt_tokens, 'token')}"
-    return f"arrived at {record.arrival:.6g} s{asked}" + f" from client {record.client!r}" * bool(
+    return f"arrived at {_seconds(record.arrival)} s{asked}" + f" from client {record.client!r}" * bool(
         record.client
     )
 
@@ -131,13 +132,18 @@ def _ending(record: RequestRecord, gone: str) -> str:
         ends = {None: "was unfinished when the run ended", "abort": f"was aborted{gone}", "error": "failed"}
         return f"{ends[record.finish_reason]}, with {got}" + f": {record.error}" * bool(record.error)
     why = "max_tokens was reached" if record.finish_reason == "length" else "a token ended the output"
-    times = f"TTFT {record.ttft:.6g} s, latency {record.latency:.6g} s"
-    return f"finished at {record.finish:.6g} s with {got} ({record.finish_reason}: {why}); {times}"
+    times = f"TTFT {_seconds(record.ttft or 0)} s, latency {_seconds(record.latency or 0)} s"
+    return f"finished at {_seconds(record.finish)} s with {got} ({record.finish_reason}: {why}); {times}"
 
 
 def _steps(steps: Sequence[int]) -> str:
     which = f"step {steps[0]}" if steps[0] == steps[-1] else f"steps {steps[0]} to {steps[-1]}"
     return f"{_count(len(steps), 'step')}, {which}"
+
+
+def _seconds(seconds: float) -> str:
+    """Return seconds to six digits, and to a microsecond at least: a late step has its own time, too."""
+    return f"{seconds:.6g}" if seconds < 1 else f"{seconds:.6f}".rstrip("0").rstrip(".")
 
 
 def _count(number: int, what: str) -> str:

@@ -27,7 +27,7 @@ class Stay(NamedTuple):
     Attributes:
         request_id: Id of the request.
         seat: Its row in the batch.
-        first_step: Index of the first step of the stay.
+        first_step: Index of the first step of the stay, in `Trace.steps`.
         last_step: Index of the last one.
         num_padding_steps: Steps at the end of the stay in which the row was computed for nothing.
     """
@@ -72,20 +72,23 @@ def to_chrome(trace: Trace) -> dict[str, Any]:
 
 
 def stays_of(trace: Trace) -> Iterator[Stay]:
-    """Yield each stay of a request in a seat: those that a preemption ended first, in no other order."""
+    """Yield each stay of a request in a seat: those that a preemption ended first, in no other order.
+
+    Of a window of a run these are the stays in its steps, each cut at its first one.
+    """
     found: dict[str, Stay] = {}
-    for record in trace.steps:
-        plan, step = record.plan, record.plan.step
+    for step, record in trace.steps_so_far():
+        plan = record.plan
         for request, seat, _ in plan.admitted:
-            found[request.id] = Stay(request.id, seat, step, step, 0)
-        yield from map(found.pop, plan.preempted)
+            found[request.id] = Stay(request.id, seat, max(step, 0), step, 0)
+        yield from (stay for stay in map(found.pop, plan.preempted) if stay.last_step >= 0)
         for entry in plan.scheduled:
             found[entry.request_id] = found[entry.request_id]._replace(last_step=step)
         for row in plan.padding:
             stay = found[row.request_id]
-            num_padding = stay.num_padding_steps + 1
+            num_padding = stay.num_padding_steps + (step >= 0)
             found[row.request_id] = stay._replace(last_step=step, num_padding_steps=num_padding)
-    yield from found.values()
+    yield from (stay for stay in found.values() if stay.last_step >= 0)
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -161,7 +164,7 @@ def _steps(trace: Trace) -> Iterator[Event]:
             yield _event("i", _STEPS, record.start, f"{kind} {name}", {}, s="p")
     # What the last step held is given back with its end; what is cached stays.
     for name in [name for name in _counters(trace, before) if name != _CACHED] if before else ():
-        yield _event("C", _STEPS, trace.duration, name, {"value": 0})
+        yield _event("C", _STEPS, before.end if before else 0.0, name, {"value": 0})
 
 
 def _counters(trace: Trace, record: StepRecord) -> dict[str, float]:

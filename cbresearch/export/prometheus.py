@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from cbresearch import metrics
 from cbresearch.trace import Trace
@@ -23,9 +24,9 @@ _LENGTHS = tuple(mantissa * 10.0**power for power in range(6) for mantissa in (1
 def prometheus(trace: Trace) -> str:
     """Return a run in the Prometheus text format, under vLLM's metric names where they mean the same.
 
-    Counters and histograms are those of the whole run; gauges, which tell of a moment, are in
-    `to_perfetto`. As there, TTFT and queue time count from arrival; a prefix query is a prompt token of
-    a request that got a seat, a hit one whose KV was cached.
+    Counters and histograms are those of the whole run, or of a window of it; gauges, which tell of a moment,
+    are in `to_perfetto`. As there, TTFT and queue time count from arrival; a prefix query is a prompt token
+    of a request that got a seat, a hit one whose KV was cached.
 
     Args:
         trace: The run; its policy becomes a label.
@@ -33,17 +34,17 @@ def prometheus(trace: Trace) -> str:
     served = trace.served
     seated = [record for record in served if record.first_scheduled is not None]
     reasons = Counter(record.finish_reason for record in served if record.finish_reason is not None)
+    step_tokens = trace.step_columns["num_tokens"][: trace.num_ended_steps].tolist()
     prompts = sum(record.num_prompt_tokens or 0 for record in seated)
     label = 'policy="{}"'.format(trace.policy.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n"))
 
-    def between(begin: str, end: str) -> list[float | None]:
-        times = [(getattr(record, begin), getattr(record, end)) for record in served]
-        return [None if first is None or last is None else last - first for first, last in times]
+    def between(begin: str, end: str) -> Any:
+        return (trace.request_columns[f"{end}_s"] - trace.request_columns[f"{begin}_s"]).tolist()
 
     counters: dict[str, dict[str, int]] = {
         "num_preemptions": {"": metrics.num_preemptions(trace)},
         "prompt_tokens": {"": prompts},
-        "generation_tokens": {"": sum(len(record.tokens) for record in served)},
+        "generation_tokens": {"": metrics.token_counts(trace).output},
         "request_success": {f',finished_reason="{name}"': reasons[name] for name in sorted(reasons)},
     }
     if trace.cache.prefix_caching:
@@ -58,7 +59,7 @@ def prometheus(trace: Trace) -> str:
         "request_prefill_time_seconds": (between("first_scheduled", "first_token"), _REQUESTS),
         "request_decode_time_seconds": (between("first_token", "finish"), _REQUESTS),
         "request_inference_time_seconds": (between("first_scheduled", "finish"), _REQUESTS),
-        "iteration_tokens_total": ((step.plan.num_tokens for step in trace.steps), _STEP_TOKENS),
+        "iteration_tokens_total": (step_tokens, _STEP_TOKENS),
         "request_prompt_tokens": ((record.num_prompt_tokens for record in seated), _LENGTHS),
         "request_generation_tokens": ((len(record.tokens) for record in served), _LENGTHS),
     }
@@ -67,7 +68,7 @@ def prometheus(trace: Trace) -> str:
         lines.append(f"# TYPE vllm:{name}_total counter")
         lines += [f"vllm:{name}_total{{{label}{more}}} {count}" for more, count in counts.items()]
     for name, (values, bounds) in histograms.items():
-        found = sorted(value for value in values if value is not None)
+        found = sorted(value for value in values if value is not None and value == value)
         lines.append(f"# TYPE vllm:{name} histogram")
         numbers = {repr(float(bound)): bisect_right(found, bound) for bound in bounds} | {"+Inf": len(found)}
         lines += [f'vllm:{name}_bucket{{{label},le="{le}"}} {count}' for le, count in numbers.items()]

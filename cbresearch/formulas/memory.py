@@ -17,11 +17,7 @@ __all__ = [
 
 
 def kv_bytes_per_token(
-    shape: ModelShape,
-    *,
-    cache_dtype_bytes: int | None = None,
-    scale_bytes: int = 0,
-    tensor_parallel: int = 1,
+    shape: ModelShape, *, cache_dtype_bytes: int | None = None, scale_bytes: int = 0, tensor_parallel: int = 1
 ) -> int:
     """Return κ, the bytes of one token that all layers hold: layers · KV heads · (d_k + d_v) · element bytes.
 

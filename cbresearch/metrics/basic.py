@@ -45,7 +45,8 @@ class TokenCounts(NamedTuple):
     """Tokens of the served requests, each kind counted apart.
 
     When all are finished, computed = prompt + output − finished requests + recomputed − cached, for the last
-    token of an output is never fed back.
+    token of an output is never fed back. In a window, prompt, recomputed and cached are those of the requests
+    that ended in it, and the others are those of its steps, whichever request they were for.
 
     Attributes:
         prompt: Tokens of the prompts.
@@ -141,22 +142,25 @@ def queue_time(trace: Trace) -> Summary:
 def makespan(trace: Trace) -> float | None:
     """Return the seconds from the first arrival of a served request to the last output token.
 
-    In a run that was not cut short that token is the last finish. None if nothing was generated.
+    In a run that was not cut short that token is the last finish. None if nothing was generated. Of a window
+    of a run it is the length.
     """
+    if trace.whole is not None:
+        return trace.duration
     times, _ = trace.token_times
     return float(times.max() - of_served(trace, "arrival_s").min()) if times.size else None
 
 
 def output_throughput(trace: Trace) -> float | None:
-    """Return output tokens per second of `makespan`."""
-    return fraction(_total(trace, "num_output_tokens"), makespan(trace))
+    """Return output tokens per second of `makespan`: all that came out, whether or not a request ended."""
+    return fraction(num_output_tokens(trace), makespan(trace))
 
 
 def total_throughput(trace: Trace) -> float | None:
     """Return prompt and output tokens per second of `makespan`; a prompt counts once its answer begins."""
-    outputs = of_served(trace, "num_output_tokens")
-    prompts = of_served(trace, "num_prompt_tokens")[outputs > 0]
-    return fraction(int(outputs.sum()) + sum(filter(None, prompts.tolist())), makespan(trace))
+    begun = (trace.whole or trace).request_columns
+    prompts = sum(filter(None, begun["num_prompt_tokens"][trace.holds(begun["first_token_s"])].tolist()))
+    return fraction(num_output_tokens(trace) + prompts, makespan(trace))
 
 
 def request_throughput(trace: Trace) -> float | None:
@@ -166,7 +170,8 @@ def request_throughput(trace: Trace) -> float | None:
 
 def occupancy(trace: Trace) -> float | None:
     """Return the mean useful rows of a step: those of unfinished requests that it served."""
-    return fraction(int(trace.step_columns["num_scheduled"].sum()), len(trace.steps))
+    shares = step_shares(trace)
+    return fraction(float(trace.step_columns["num_scheduled"] @ shares), float(shares.sum()))
 
 
 def time_weighted_occupancy(trace: Trace) -> float | None:
@@ -187,9 +192,9 @@ def time_weighted_utilization(trace: Trace) -> float | None:
 
 def wasted_row_share(trace: Trace) -> float | None:
     """Return padding rows as a share of all rows computed."""
-    steps = trace.step_columns
-    padding = int(steps["num_padding_rows"].sum())
-    return fraction(padding, padding + int(steps["num_scheduled"].sum()))
+    steps, shares = trace.step_columns, step_shares(trace)
+    padding = float(steps["num_padding_rows"] @ shares)
+    return fraction(padding, padding + float(steps["num_scheduled"] @ shares))
 
 
 def fragmentation(trace: Trace) -> float | None:
@@ -197,7 +202,7 @@ def fragmentation(trace: Trace) -> float | None:
 
     Valid are the tokens of unfinished requests, so what a static batch keeps of finished ones is waste.
     """
-    return _fragmentation(trace, np.ones(len(trace.steps), dtype=np.int64))
+    return _fragmentation(trace, step_shares(trace))
 
 
 def time_weighted_fragmentation(trace: Trace) -> float | None:
@@ -207,7 +212,7 @@ def time_weighted_fragmentation(trace: Trace) -> float | None:
 
 def peak_kv_tokens(trace: Trace) -> int | None:
     """Return the most tokens for which KV blocks were held in any step."""
-    held = trace.step_columns["num_held_blocks"]
+    held = trace.step_columns["num_held_blocks"][step_shares(trace) > 0]
     return int(held.max()) * trace.cache.block_size if held.size else None
 
 
@@ -229,26 +234,27 @@ def peak_kv_bytes(trace: Trace, bytes_per_token: int) -> int | None:
 
 def mean_pool_use(trace: Trace) -> float | None:
     """Return the step-weighted mean share of the pool's blocks that were held."""
-    held = trace.step_columns["num_held_blocks"]
-    return fraction(int(held.sum()), held.size * trace.cache.num_blocks)
+    held, shares = trace.step_columns["num_held_blocks"], step_shares(trace)
+    return fraction(float(held @ shares), float(shares.sum()) * trace.cache.num_blocks)
 
 
 def num_preemptions(trace: Trace) -> int:
     """Return how often a request lost its seat before it was finished."""
+    if trace.whole is not None:
+        return total_of_steps(trace, "num_preempted")
     return _total(trace, "num_preemptions")
 
 
 def token_counts(trace: Trace) -> TokenCounts:
     """Count the served requests' tokens by kind."""
-    steps = trace.step_columns
     return TokenCounts(
         prompt=_total(trace, "num_prompt_tokens"),
-        output=_total(trace, "num_output_tokens"),
-        prefill=int(steps["num_prefill_tokens"].sum()),
-        decode=int(steps["num_decode_tokens"].sum()),
+        output=num_output_tokens(trace),
+        prefill=total_of_steps(trace, "num_prefill_tokens"),
+        decode=total_of_steps(trace, "num_decode_tokens"),
         recomputed=_total(trace, "num_recomputed_tokens"),
         cached=_total(trace, "num_cached_tokens"),
-        padding=int(steps["num_padding_rows"].sum()),
+        padding=total_of_steps(trace, "num_padding_rows"),
     )
 
 
@@ -285,6 +291,24 @@ def of_served(trace: Trace, name: str) -> npt.NDArray[Any]:
     is_rejected = (requests["error"] != None) & (requests["finish_reason"] == None)  # noqa: E711 - one by one
     values: npt.NDArray[Any] = requests[name][~is_rejected]
     return values
+
+
+def step_shares(trace: Trace) -> npt.NDArray[np.float64]:
+    """Return how much of each step lies in the window; of a run itself, all of it."""
+    steps = trace.step_columns
+    return steps["share"] if "share" in steps else np.ones(len(steps["step"]))
+
+
+def total_of_steps(trace: Trace, name: str) -> int:
+    """Sum a count over the steps that ended in the window."""
+    return int(trace.step_columns[name][: trace.num_ended_steps].sum())
+
+
+def num_output_tokens(trace: Trace) -> int:
+    """Return the tokens that came out in the window, also those of requests that did not end in it."""
+    if trace.whole is None:
+        return _total(trace, "num_output_tokens")
+    return int(trace.holds(trace.whole.token_times[0]).sum())
 
 
 def fraction(part: float | None, whole: float | None) -> float | None:

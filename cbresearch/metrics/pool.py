@@ -50,6 +50,9 @@ def memory_columns(trace: Trace) -> Columns:
 
 
 def _memory_columns(trace: Trace) -> Columns:
+    # What is held is known from the start of the run alone.
+    if trace.whole is not None:
+        return trace.of_window(memory_columns(trace.whole))
     steps, size = trace.step_columns, trace.cache.block_size
     held, tokens, reserved = steps["num_held_blocks"] * size, steps["num_held_tokens"], _reserved(trace)
     external, cached = steps["num_external_blocks"] * size, steps["num_cached_blocks"] * size

@@ -1,7 +1,5 @@
 """Queues over time, from the requests' own times: exact, whatever a step's length."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from cbresearch.metrics.basic import Summary, defined, fraction, of_served, summarize
@@ -13,8 +11,8 @@ __all__ = ["mean_in_system", "mean_queue_length", "residence_time", "without_war
 def mean_queue_length(trace: Trace) -> float | None:
     """Return the time-weighted mean number of requests that wait for a first seat.
 
-    It is the waiting time of all divided by the time from the first arrival to the end of the run, which is
-    Little's law as an identity. Requests that wait after a preemption do not count.
+    It is the waiting time of all divided by the time from the first arrival to the end of the run, or by the
+    window, which is Little's law as an identity. Requests that wait after a preemption do not count.
     """
     return _mean_number(trace, "first_scheduled_s")
 
@@ -31,27 +29,25 @@ def residence_time(trace: Trace) -> Summary:
 
 
 def without_warm_up(trace: Trace, seconds: float) -> Trace:
-    """Return a run's requests that arrived after some seconds, and the steps that began after them.
+    """Return a run's window from some seconds on, see `Trace.between`; without any, the run itself.
 
     A run begins empty, so its first requests meet no queue. Metrics of a steady state should leave them
-    out; `warm_up_length` says how many. Requests that arrived before and were still served load the steps,
-    which is the point, but they are not in the sample.
+    out; `warm_up_length` says how many.
 
     Args:
         trace: The run.
         seconds: How much of its start to leave out.
+
+    Raises:
+        ValueError: `seconds` is not a finite number of 0 or more.
     """
-    return replace(
-        trace,
-        steps=trace.steps[int(np.searchsorted(trace.step_columns["start_s"], seconds)) :],
-        requests=tuple(record for record in trace.requests if record.arrival >= seconds),
-    )
+    return trace.between(seconds) if seconds else trace
 
 
 def _mean_number(trace: Trace, until: str) -> float | None:
     """Return the mean number of requests between their arrival and a time; without it, the end of the run."""
-    arrivals, ends = of_served(trace, "arrival_s"), of_served(trace, until)
-    if not arrivals.size:
-        return None
-    seconds = np.where(np.isnan(ends), trace.duration, ends) - arrivals
-    return fraction(float(seconds.sum()), max(0.0, trace.duration - float(arrivals.min())))
+    run = trace.whole or trace
+    arrivals, ends = of_served(run, "arrival_s"), of_served(run, until)
+    begin = float(arrivals.min(initial=run.end)) if trace is run else trace.begin
+    waits = np.fmin(ends, trace.end) - np.maximum(arrivals, begin)
+    return fraction(float(np.maximum(waits, 0.0).sum()), max(0.0, trace.end - begin))

@@ -85,7 +85,7 @@ def summary(
 
 def _measured(trace: Trace) -> dict[str, float | int | None]:
     """Return every metric that needs nothing but the run."""
-    counts, steps = basic.token_counts(trace), trace.step_columns
+    counts = basic.token_counts(trace)
     reasons = [record.finish_reason for record in trace.served]
     values: dict[str, float | int | None] = {
         "num_requests": len(trace.requests),
@@ -93,7 +93,7 @@ def _measured(trace: Trace) -> dict[str, float | int | None]:
         "num_finished": reasons.count("stop") + reasons.count("length"),
         "num_aborted": reasons.count("abort"),
         "num_failed": reasons.count("error"),
-        "num_steps": len(trace.steps),
+        "num_steps": trace.num_ended_steps,
         "num_preemptions": basic.num_preemptions(trace),
         "makespan_s": basic.makespan(trace),
         "output_throughput_tokens_per_s": basic.output_throughput(trace),
@@ -111,7 +111,7 @@ def _measured(trace: Trace) -> dict[str, float | int | None]:
         "mean_pool_use": basic.mean_pool_use(trace),
         **{f"kv_{name}_share": share for name, share in memory_shares(trace).items()},
         **{
-            f"num_{kind}_blocks": int(steps[f"num_{kind}_blocks"].sum())
+            f"num_{kind}_blocks": basic.total_of_steps(trace, f"num_{kind}_blocks")
             for kind in ("copied", "swapped_out", "swapped_in")
         },
         "prefix_hit_rate": basic.prefix_hit_rate(trace),

@@ -76,6 +76,16 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     return fixed({"step": columns["step"], **times, **columns})
 
 
+def cut_steps(columns: Columns, begin: float, end: float) -> Columns:
+    """Return the columns of steps with times cut to a window, and the `share` of each step that is inside."""
+    seconds, starts = columns["duration_s"], np.clip(columns["start_s"], begin, end)
+    inside = np.clip(columns["start_s"] + seconds, begin, end) - starts
+    is_cut = (columns["start_s"] < begin) | (columns["start_s"] + seconds > end)
+    share = np.divide(inside, seconds, out=np.ones(len(seconds)), where=is_cut & (seconds > 0))
+    times = {name: columns[name] * share for name in ("duration_s", "device_duration_s")}
+    return fixed({**columns, "start_s": starts, **times, "share": share})
+
+
 def request_columns(records: Sequence[RequestRecord]) -> Columns:
     """Return the requests as columns; an undefined time is NaN, another undefined value None."""
 

@@ -21,11 +21,13 @@ class Origin:
         engine: Name of the engine.
         version: Its version.
         model: The model that it served, or None for a simulation.
+        epoch: Seconds since 1970 at which the run began, if its requests told the time of day; else 0.
     """
 
     engine: str = "cbresearch"
     version: str = field(default_factory=lambda: __version__)
     model: str | None = None
+    epoch: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

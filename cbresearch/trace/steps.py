@@ -20,24 +20,27 @@ class Steps(Sequence[StepRecord]):
 
     Args:
         parts: Step records and decode runs in order.
+        places: Numbers of the steps among those of all parts; by default all are in it.
     """
 
-    __slots__ = ("_ends", "parts")
+    __slots__ = ("_ends", "_places", "parts")
 
-    def __init__(self, parts: Iterable[Part]) -> None:
+    def __init__(self, parts: Iterable[Part], places: range | None = None) -> None:
         self.parts = tuple(parts)
-        self._ends = tuple(accumulate(len(part) if isinstance(part, DecodeRun) else 1 for part in self.parts))
+        lengths = (len(part) if isinstance(part, DecodeRun) else 1 for part in self.parts)
+        self._ends = tuple(accumulate(lengths, initial=0))
+        self._places = range(self._ends[-1]) if places is None else places
 
     def __len__(self) -> int:
-        return self._ends[-1] if self._ends else 0
+        return len(self._places)
 
     def __getitem__(self, index: Any) -> Any:
-        places = range(len(self))[index]
+        places = self._places[index]
         if isinstance(places, range):
-            return tuple(self[place] for place in places)
-        number = bisect_right(self._ends, places)
-        part, end = self.parts[number], self._ends[number]
-        return part if isinstance(part, StepRecord) else step_of(part, places - end + len(part))
+            return tuple(Steps(self.parts, places))
+        number = bisect_right(self._ends, places) - 1
+        part = self.parts[number]
+        return part if isinstance(part, StepRecord) else step_of(part, places - self._ends[number])
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Steps | tuple):

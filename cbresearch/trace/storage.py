@@ -25,7 +25,10 @@ _STRICT = {"extra": "forbid", "allow_inf_nan": False}
 
 @dataclass(frozen=True)
 class Header:
-    """What the first line holds; readers know the file by `format` and `version`."""
+    """What the first line holds; readers know the file by `format` and `version`.
+
+    A window of a run is kept as the run, with its `window`.
+    """
 
     format: Literal["cbresearch.trace"]
     version: Literal[1]
@@ -33,6 +36,7 @@ class Header:
     scheduler: SchedulerConfig
     cache: CacheConfig
     origin: Origin
+    window: tuple[float, float] | None = None
 
     __pydantic_config__: ClassVar = _STRICT
 

@@ -102,10 +102,15 @@ class BlockMap(NamedTuple):
     cached: list[CachedSpan]
 
     @classmethod
-    def of(cls, steps: Iterable[StepRecord]) -> "BlockMap":
-        """Read the records of a run, from its first step on."""
+    def of(cls, steps: Iterable[StepRecord], first: int = 0) -> "BlockMap":
+        """Read the records of a run, from its first step on.
+
+        Args:
+            steps: The records.
+            first: Number of the first; steps below 0 come before those that are mapped.
+        """
         pools = _Pools()
-        for step, record in enumerate(steps):
+        for step, record in enumerate(steps, first):
             pools.advance(step, record)
         return cls([table for table in pools.tables if table.first < table.end], pools.cached_spans())
 
@@ -126,8 +131,8 @@ class _Pools:
         self._cached: list[CachedSpan] = []
         self._num_steps = 0
 
-    def advance(self, step: int, record: StepRecord) -> None:
-        events = record.events
+    def advance(self, number: int, record: StepRecord) -> None:
+        events, step = record.events, max(number, 0)
         self._end_tables(step, record.plan)
         self._grow_tables(step, record.plan)
         for request_id, block in events.released:
@@ -141,9 +146,9 @@ class _Pools:
         self._follow_cached(step, self._touched.union(events.evicted, events.cached))
         self._touched.clear()
         self._ended.update(record.finished)
-        self._num_steps = step + 1
+        self._num_steps = number + 1
         for table in (*self._device.values(), *self._host.values()):
-            table.end = step + 1
+            table.end = number + 1
 
     def cached_spans(self) -> list[CachedSpan]:
         last = [CachedSpan(block, first, self._num_steps) for block, first in self._cached_since.items()]
@@ -195,7 +200,8 @@ class _Pools:
             if is_cached:
                 self._cached_since.setdefault(block, step)
             elif block in self._cached_since:
-                self._cached.append(CachedSpan(block, self._cached_since.pop(block), step))
+                span = CachedSpan(block, self._cached_since.pop(block), step)
+                self._cached += [span] if span.first < step else []
 
 
 def kv_memory(

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, NamedTuple
 
 from cbresearch import metrics
@@ -116,14 +116,14 @@ def player_data(
         bounds: How much to show.
         kpi: Rows of `metrics.kpi_table`, which makes them by default.
     """
-    bounds = bounds or Bounds()
-    served = {label: trace.served for label, trace in traces.items()}
+    bounds, begin = bounds or Bounds(), min((trace.begin for trace in traces.values()), default=0.0)
+    served = {label: (trace.whole or trace).served for label, trace in traces.items()}
     numbers = _Numbers()
-    for records in served.values():
-        for record in records[: bounds.requests]:
+    for trace in traces.values():
+        for record in trace.served[: bounds.requests]:
             numbers[record.id]
     stays = {label: seat_stays(excerpt(trace, bounds.steps)) for label, trace in traces.items()}
-    runs = [_run(label, trace, stays[label], bounds, numbers) for label, trace in traces.items()]
+    runs = [_run(label, trace, stays[label], bounds, numbers, begin) for label, trace in traces.items()]
     # What a request wants is told once, as the first run that served it saw it.
     known = {record.id: record for records in reversed(served.values()) for record in records}
     for run, records in zip(runs, served.values(), strict=True):
@@ -142,12 +142,12 @@ def player_data(
         "fills": list(REQUEST_COLORS),
         "inks": [ink_on(color) for color in REQUEST_COLORS],
         "requests": [
-            [_short(record.arrival), record.num_prompt_tokens, len(record.tokens), record.max_tokens]
-            for record in map(known.__getitem__, numbers)
+            [_short(max(0.0, one.arrival - begin)), one.num_prompt_tokens, len(one.tokens), one.max_tokens]
+            for one in map(known.__getitem__, numbers)
         ],
         "runs": runs,
         "workload": {
-            "requests": len(known),
+            "requests": len({record.id for trace in traces.values() for record in trace.served}),
             "output": sum(len(record.tokens) for record in known.values()),
             "is_shared": len({frozenset(r.id for r in trace.requests) for trace in traces.values()}) == 1,
             "is_served_by_all": len({frozenset(r.id for r in records) for records in served.values()}) == 1,
@@ -185,7 +185,7 @@ def left_out(label: str, trace: Trace, bounds: Bounds) -> list[str]:
 
 
 def _run(
-    label: str, trace: Trace, stays: Sequence[SeatStay], bounds: Bounds, numbers: _Numbers
+    label: str, trace: Trace, stays: Sequence[SeatStay], bounds: Bounds, numbers: _Numbers, begin: float
 ) -> dict[str, Any]:
     steps = trace.steps[: bounds.steps]
     rejected = [record for record in trace.requests if record.is_rejected]
@@ -201,9 +201,9 @@ def _run(
         "window": trace.cache.sliding_window,
         "peak": int(trace.step_columns["num_held_blocks"].max(initial=0)),
         "steps": len(trace.steps),
-        "duration": _short(trace.duration),
-        "tokens": sum(len(record.tokens) for record in trace.requests),
-        **_columns(trace, steps),
+        "duration": _short(trace.end - begin),
+        "tokens": metrics.token_counts(trace).output,
+        **_columns(trace, steps, begin),
         "stays": [_stay(numbers[stay.request_id], stay) for stay in stays],
         "aborted": [
             [step, *(numbers[name] for name in record.plan.aborted)]
@@ -217,14 +217,14 @@ def _run(
         ],
         "rejected": [[_name(one.id), _name(one.error or "")] for one in rejected[: bounds.requests]],
         "num_rejected": len(rejected),
-        "reasons": _reasons(steps),
+        "reasons": _reasons(trace, len(steps)),
         **_blocks(trace, steps, bounds, numbers),
     }
 
 
-def _columns(trace: Trace, steps: Sequence[StepRecord]) -> dict[str, Any]:
+def _columns(trace: Trace, steps: Sequence[StepRecord], begin: float) -> dict[str, Any]:
     """Return the columns of one number a step."""
-    failed = {record.id for record in trace.requests if record.finish_reason == "error"}
+    failed = {record.id for record in (trace.whole or trace).requests if record.finish_reason == "error"}
     num_tokens, out = 0, []
     for record in steps:
         # The step that a request failed in brought it no token.
@@ -232,8 +232,8 @@ def _columns(trace: Trace, steps: Sequence[StepRecord]) -> dict[str, Any]:
         num_tokens -= len(failed.intersection(record.finished))
         out.append(num_tokens)
     return {
-        "start": _starts(steps),
-        "end": [_short(record.end) for record in steps],
+        "start": _starts(steps, begin),
+        "end": [_short(record.end - begin) for record in steps],
         "out": packed(out),
         "waiting": packed([record.num_waiting for record in steps]),
         "held": packed([record.num_held_blocks for record in steps]),
@@ -244,7 +244,7 @@ def _columns(trace: Trace, steps: Sequence[StepRecord]) -> dict[str, Any]:
     }
 
 
-def _starts(steps: Sequence[StepRecord]) -> list[float | int]:
+def _starts(steps: Sequence[StepRecord], begin: float) -> list[float | int]:
     """Return pairs of a step and its start, where no request ran between it and the one before.
 
     The moment that a host takes between two steps counts as the later one's.
@@ -252,8 +252,8 @@ def _starts(steps: Sequence[StepRecord]) -> list[float | int]:
     pairs: list[float | int] = []
     before: StepRecord | None = None
     for step, record in enumerate(steps):
-        start = _short(record.start)
-        if before is None or (start != _short(before.end) and not before.num_staying):
+        start = _short(max(0.0, record.start - begin))
+        if before is None or (start != _short(before.end - begin) and not before.num_staying):
             pairs += [step, start]
         before = record
     return pairs
@@ -268,14 +268,14 @@ def _stay(number: int, stay: SeatStay) -> list[Any]:
     return [number, stay.seat, stay.first, OUTCOMES.index(stay.outcome), *before, spans, prefills]
 
 
-def _reasons(steps: Sequence[StepRecord]) -> list[list[Any]]:
+def _reasons(trace: Trace, num_steps: int) -> list[list[Any]]:
     """Return why requests were not served: a step, then {reason: how many} of the seated and of the others.
 
     A step for which nothing is said is like the one before.
     """
     told: list[list[Any]] = []
     seated: set[str] = set()
-    for step, record in enumerate(steps):
+    for step, record in islice(trace.steps_so_far(), trace.first_step + num_steps):
         plan = record.plan
         seated = (seated - {*plan.preempted, *plan.aborted}) | {entry.request.id for entry in plan.admitted}
         unserved = seated - {entry.request_id for entry in plan.scheduled} if plan.skipped else set()
@@ -283,7 +283,7 @@ def _reasons(steps: Sequence[StepRecord]) -> list[list[Any]]:
         waiting = record.num_skipped()
         waiting.subtract(idle)
         said = [dict(sorted(idle.items())), dict(sorted((+waiting).items()))]
-        if not told or told[-1][1:] != said:
+        if step >= 0 and (not told or told[-1][1:] != said):
             told.append([step, *said])
         seated.difference_update(record.finished)
     return told
@@ -291,7 +291,8 @@ def _reasons(steps: Sequence[StepRecord]) -> list[list[Any]]:
 
 def _blocks(trace: Trace, steps: Sequence[StepRecord], bounds: Bounds, numbers: _Numbers) -> dict[str, Any]:
     """Return which request holds which block, until too many would have to be told."""
-    blocks = BlockMap.of(steps)
+    so_far = islice(trace.steps_so_far(), trace.first_step + len(steps))
+    blocks = BlockMap.of((record for _, record in so_far), -trace.first_step)
     until = _blocks_until(blocks, len(steps), bounds.table_entries)
     begun: dict[int, list[int]] = {}
     for block, first, end in blocks.cached:

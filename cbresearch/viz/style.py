@@ -167,12 +167,14 @@ class Clock(NamedTuple):
         factor: What seconds are multiplied by.
         unit: Unit of the axis.
         last: Where the longest run ends, in that unit.
+        first: Where the first run begins: 0, or where the window of a run does.
     """
 
     time: TimeAxis
     factor: float
     unit: str
     last: float
+    first: float = 0.0
 
     @classmethod
     def of(cls, traces: Mapping[str, Trace], time: TimeAxis) -> "Clock":
@@ -185,9 +187,10 @@ class Clock(NamedTuple):
             return cls(time, 1.0, "steps", float(max((len(run.steps) for run in traces.values()), default=0)))
         if time != "seconds":
             raise ValueError(f"time is {time!r}; it must be 'step' or 'seconds'")
-        seconds = max((run.duration for run in traces.values()), default=0.0)
+        seconds = max((run.end for run in traces.values()), default=0.0)
         factor, unit = text.time_scale(seconds)
-        return cls(time, factor, unit, seconds * factor)
+        first = min((run.begin for run in traces.values()), default=0.0)
+        return cls(time, factor, unit, seconds * factor, first * factor)
 
     def edges(self, trace: Trace) -> tuple[Array, Array]:
         """Return where each step of a run starts and ends on the axis."""
@@ -196,6 +199,10 @@ class Clock(NamedTuple):
             return steps, steps + 1
         columns = trace.step_columns
         return columns["start_s"] * self.factor, (columns["start_s"] + columns["duration_s"]) * self.factor
+
+    def begin(self, trace: Trace) -> float:
+        """Return where a run begins on the axis."""
+        return 0.0 if self.time == "step" else trace.begin * self.factor
 
     def stairs(self, trace: Trace, values: Array) -> tuple[Array, Array]:
         """Return values per interval and the intervals' edges; 0 where no request ran.
@@ -211,9 +218,10 @@ class Clock(NamedTuple):
         columns = trace.step_columns
         # A host that takes a moment between two steps does not end the stay of the requests with a seat.
         is_empty = np.append(True, columns["num_running"] <= columns["num_finished"])[:-1]
-        idle = np.flatnonzero((starts > np.append(0.0, ends)[:-1]) & is_empty)
+        begin = self.begin(trace)
+        idle = np.flatnonzero((starts > np.append(begin, ends)[:-1]) & is_empty)
         heights = np.insert(values, idle, 0, axis=0)
-        edges = np.append(0.0, np.insert(ends, idle, starts[idle]))
+        edges = np.append(begin, np.insert(ends, idle, starts[idle]))
         if len(heights) <= _MAX_INTERVALS or not edges[-1] > edges[0]:
             return heights, edges
         widths = np.diff(edges).reshape(-1, *[1] * (values.ndim - 1))
@@ -226,7 +234,7 @@ class Clock(NamedTuple):
     def label(self, ax: Axes) -> None:
         """Name the axis and its unit, and give it the length of the longest run."""
         ax.set_xlabel(f"time ({self.unit})")
-        ax.set_xlim(0, self.last or 1)
+        ax.set_xlim(self.first, self.last if self.last > self.first else self.first + 1)
 
 
 def panels(num_panels: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:

@@ -31,13 +31,7 @@ _HELD_LOOK: Mapping[str, Any] = MappingProxyType(
     {"hatch": "..", "edgecolor": style.HATCH_COLOR, "linewidth": 0.4, "alpha": 0.4}
 )
 _PREEMPTED_LOOK: Mapping[str, Any] = MappingProxyType(
-    {
-        "linestyle": "none",
-        "marker": "X",
-        "markersize": 9,
-        "color": style.INK,
-        "markeredgecolor": "white",
-    }
+    {"linestyle": "none", "marker": "X", "markersize": 9, "color": style.INK, "markeredgecolor": "white"}
 )
 
 
@@ -106,12 +100,12 @@ def excerpt(trace: Trace, max_steps: int | None) -> Trace:
 
 
 def seat_stays(trace: Trace) -> list[SeatStay]:
-    """Return every stay in a seat, in the order in which the stays begin."""
-    steps = trace.steps
-    kinds = np.full((len(steps), trace.scheduler.max_num_seqs), _HELD, dtype=np.uint8)
+    """Return every stay in a seat, in the order in which the stays begin; a window cuts them at its edges."""
+    num_steps = len(trace.steps)
+    kinds = np.full((num_steps, trace.scheduler.max_num_seqs), _HELD, dtype=np.uint8)
     seated: dict[str, SeatStay] = {}
     done: list[SeatStay] = []
-    for step, record in enumerate(steps):
+    for step, record in trace.steps_so_far():
         plan = record.plan
         for request_id in plan.preempted:
             stay = seated.pop(request_id)
@@ -122,20 +116,25 @@ def seat_stays(trace: Trace) -> list[SeatStay]:
                 seated[request_id].end, seated[request_id].outcome = step, "aborted"
         starts = {entry.request_id: entry.start for entry in plan.scheduled} if plan.admitted else {}
         for request, seat, tokens in plan.admitted:
-            seated[request.id] = SeatStay(request.id, seat, step, len(tokens), starts[request.id])
-        kinds[step, [entry.seat for entry in plan.scheduled]] = _SERVED
+            seated[request.id] = SeatStay(request.id, seat, max(step, 0), len(tokens), starts[request.id])
+        if step >= 0:
+            kinds[step, [entry.seat for entry in plan.scheduled]] = _SERVED
+            kinds[step, [row.seat for row in plan.padding]] = _PADDING
         for entry in plan.scheduled:
-            if entry.is_prefill:
-                prefill = Prefill(step, entry.num_tokens, entry.samples)
-                seated[entry.request_id].prefills.append(prefill)
+            stay = seated[entry.request_id]
+            if step < 0:
+                stay.num_tokens_before += entry.samples
+                stay.num_computed_before = entry.context_length
+            elif entry.is_prefill:
+                stay.prefills.append(Prefill(step, entry.num_tokens, entry.samples))
         for row in plan.padding:
-            kinds[step, row.seat] = _PADDING
             seated[row.request_id].end = step + 1
         for request_id in record.finished:
             seated[request_id].end, seated[request_id].outcome = step + 1, "finished"
     for stay in seated.values():
-        stay.end = len(steps) if stay.outcome == "seated" else stay.end
-    stays = sorted((*done, *seated.values()), key=lambda stay: (stay.first, stay.seat))
+        stay.end = num_steps if stay.outcome == "seated" else stay.end
+    inside = (stay for stay in (*done, *seated.values()) if stay.first < stay.end)
+    stays = sorted(inside, key=lambda stay: (stay.first, stay.seat))
     for stay in stays:
         column = kinds[stay.first : stay.end, stay.seat]
         cuts = [0, *(np.flatnonzero(np.diff(column)) + 1).tolist(), len(column)]
@@ -193,7 +192,8 @@ def seats(
 ) -> Figure:
     """Draw which request has which seat, and which seats are empty or computed for nothing; a panel a run.
 
-    The runs share one time axis, so a shorter run visibly ends earlier.
+    The runs share one time axis, so a shorter run visibly ends earlier. Seats behind the last one that is
+    used are left out.
 
     Args:
         traces: One run, or runs by label.
@@ -207,7 +207,8 @@ def seats(
     stays = {label: seat_stays(part) for label, part in parts.items()}
     clock = Clock.of(parts, time)
     colors = request_colors(stays.values())
-    rows = [min(trace.scheduler.max_num_seqs, _TALLEST) for trace in traces.values()]
+    used = {label: max((stay.seat + 1 for stay in found), default=1) for label, found in stays.items()}
+    rows = [min(number, _TALLEST) for number in used.values()]
     fig, axs = style.panels(
         len(traces),
         0,
@@ -218,17 +219,19 @@ def seats(
     for ax, (label, trace) in zip(axs, traces.items(), strict=True):
         part = parts[label]
         starts, ends = clock.edges(part)
-        drawn |= _draw_stays(ax, stays[label], starts, ends, trace.scheduler.max_num_seqs, colors)
+        drawn |= _draw_stays(ax, stays[label], part, clock, used[label], colors)
+        if used[label] < trace.scheduler.max_num_seqs:
+            ax.set_ylabel(f"used: {used[label]} of {trace.scheduler.max_num_seqs}\nseat")
         if len(colors) <= max_requests_labelled:
-            _label_stays(ax, stays[label], starts, ends, clock.last, colors)
-        end = float(ends.max(initial=0.0))
+            _label_stays(ax, stays[label], starts, ends, clock.last - clock.first, colors)
+        end = float(ends.max(initial=clock.begin(trace)))
         ax.axvline(end, color=style.INK, linewidth=2, gid="end")
-        is_whole = len(part.steps) == len(trace.steps)
+        is_whole = len(part.steps) == len(trace.steps) and trace.end == (trace.whole or trace).end
         words = f"done: {_length(trace, time)}" if is_whole else "goes on →"
         style.note(ax, words, (end, 0.5), ("data", "axes fraction"), (5, 0), rotation=90, fontsize=10)
     clock.label(axs[-1])
     # Room for the last run's end mark.
-    axs[-1].set_xlim(0, (clock.last or 1) * 1.03)
+    axs[-1].set_xlim(right=clock.last + 0.03 * ((clock.last - clock.first) or 1))
     findings = {label: _busy_seats(trace, time) for label, trace in traces.items()}
     style.headings(fig, axs, findings, title, _length_finding(traces, time))
     marks = {
@@ -322,9 +325,10 @@ def _busy_seats(trace: Trace, time: TimeAxis) -> str:
 
 
 def _draw_stays(
-    ax: Axes, stays: Sequence[SeatStay], starts: Array, ends: Array, num_seats: int, colors: Mapping[str, int]
+    ax: Axes, stays: Sequence[SeatStay], run: Trace, clock: Clock, num_seats: int, colors: Mapping[str, int]
 ) -> set[str]:
     """Draw one run's seats; return which marks of the legend occur."""
+    starts, ends = clock.edges(run)
 
     def box(left: float, right: float, seat: int) -> list[tuple[float, float]]:
         low, high = seat - _HALF_BAR, seat + _HALF_BAR
@@ -345,7 +349,7 @@ def _draw_stays(
         "served": {"facecolor": fills["served"], "edgecolor": "white", "linewidth": width},
     }
     if len(ends):
-        boxes["frame"] = [box(0.0, float(ends[-1]), seat) for seat in range(num_seats)]
+        boxes["frame"] = [box(clock.begin(run), float(ends[-1]), seat) for seat in range(num_seats)]
     for kind, look in looks.items():
         if boxes[kind]:
             ax.add_collection(PolyCollection(boxes[kind], **look, gid=kind))

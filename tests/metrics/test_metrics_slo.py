@@ -112,11 +112,11 @@ def test_time_weighted_queues_are_integrals_over_the_run(policy):
     assert metrics.mean_queue_length(NOTHING) is metrics.mean_in_system(NOTHING) is None
 
 
-def test_a_warm_up_leaves_out_who_arrived_in_it():
+def test_a_warm_up_leaves_out_what_ended_in_it():
     trace = run_of(4)
     rest = metrics.without_warm_up(trace, 5.0)
-    assert rest.requests == tuple(each for each in trace.requests if each.arrival >= 5.0)
-    assert all(step.start >= 5.0 for step in rest.steps)
+    assert rest.requests == tuple(each for each in trace.requests if each.finish >= 5.0)
+    assert list(rest.steps) == [step for step in trace.steps if step.end >= 5.0]
     assert 0 < len(rest.requests) < len(trace.requests)
     assert metrics.without_warm_up(trace, 0.0) == trace
 
