@@ -3,7 +3,10 @@
 import hashlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -11,13 +14,34 @@ from typing import NamedTuple
 import numpy as np
 
 from cbresearch import names
+from cbresearch.checks import count
 from cbresearch.request import Rejected, Request
 from cbresearch.workloads import readers
-from cbresearch.workloads.arrivals import scale_rate, spread_arrivals
-from cbresearch.workloads.common import Rng, numbered_lines, require
+from cbresearch.workloads.arrivals import Poisson, scale_rate, spread_arrivals
+from cbresearch.workloads.common import Rng, check_rng, numbered_lines
 from cbresearch.workloads.presets import PRESETS
 
-_UNREAD_ENDINGS = (".tsv", ".parquet", ".xlsx", ".gz", ".zip", ".zst")
+# The first bytes of a packed file, and the module that unpacks it.
+_UNPACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
+
+# The first bytes of what is no text, what it is, and what to do.
+_NO_TEXT = {
+    b"version https://git-lfs": "a Git LFS pointer; run git lfs pull, or download the file itself",
+    b"<": "a web page; download the file itself, on GitHub behind the button Raw",
+    b"\xff\xfe": "in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "in UTF-16; save it as UTF-8",
+    b"PAR1": "in Parquet; write it as CSV, by pandas.read_parquet and to_csv",
+    b"PK\x03\x04": "a ZIP archive or a workbook; unpack it, or save it as CSV",
+    b"(\xb5/\xfd": "packed by zstd; unpack it with unzstd",
+}
+
+# Which kinds an option is for.
+_KINDS = {
+    "rate": ("vidur_lengths", "sharegpt", "openai_batch"),
+    "failures": ("burstgpt",),
+    "spread": ("mooncake",),
+    "tokens_per_id": ("mooncake", "qwen"),
+}
 
 MOONCAKE_TICK = 3.0
 """Seconds to which the arrivals of Mooncake's conversation trace are rounded."""
@@ -78,7 +102,8 @@ class TraceFile(NamedTuple):
     """What a file held.
 
     Attributes:
-        kind: "workload", "mooncake", "azure", "burstgpt", "vidur", or "vidur_lengths" (without arrivals).
+        kind: "workload", "mooncake", "qwen", "sharegpt", "openai_batch", "azure", "burstgpt", "vidur", or
+            "vidur_lengths" (without arrivals).
         requests: The requests, with a `Rejected` in the place of each bad line.
         repairs: How often which repair was made, see `read_trace`; empty where the file needed none.
     """
@@ -109,7 +134,8 @@ def load(source: str | os.PathLike[str], rng: Rng) -> list[Request | Rejected]:
         ValueError: No such preset or file exists, it holds no request at all, or an option is unknown or
             out of range; the message names the near misses.
     """
-    name = os.fspath(source)
+    name = _name(source)
+    check_rng(rng)
     if name.partition(":")[0] in PRESETS:
         return list(names.build("workload", name, {key: partial(PRESETS[key], rng) for key in PRESETS}))
     # A file whose own name has a colon goes first.
@@ -129,7 +155,7 @@ def read_trace(
     rate: float | None = None,
     failures: str = "skip",
     spread: bool = False,
-    tokens_per_id: int = readers.BLOCK_TOKENS,
+    tokens_per_id: int | None = None,
 ) -> TraceFile:
     """Return the requests of a trace or a workload file, and what had to be repaired.
 
@@ -174,41 +200,41 @@ def read_trace(
         ValueError: No such file exists, it holds no request, or an option is out of range or not one of its
             kind.
     """
-    name = os.fspath(source)
-    require(n is None or n >= 1, f"workload {name!r}: option n", n, "it must be a whole number of at least 1")
-    lines = numbered_lines(_content(name))
-    kind = readers.kind_of(name, lines)
+    name = _name(source)
+    n = None if n is None else count(f"workload {name!r}: option n", n)
+    content = _content(name)
+    kind = readers.kind_of(name, content)
     given = {"rate": rate is not None, "failures": failures != "skip", "spread": spread}
-    given["tokens_per_id"] = tokens_per_id != readers.BLOCK_TOKENS
+    given["tokens_per_id"] = tokens_per_id is not None
     for option in filter(given.get, given):
-        where = {"rate": "vidur_lengths", "failures": "burstgpt"}.get(option, "mooncake")
-        if kind != where:
+        if kind not in _KINDS[option]:
+            where = " or ".join(_KINDS[option])
             instead = "; scale its arrivals by speed" if option == "rate" else ""
             raise ValueError(f"workload {name!r} is of the kind {kind}; {option} is for {where}{instead}")
     if rng is None and (rate is not None or spread):
         raise ValueError(f"workload {name!r}: rate and spread draw arrivals; give a random generator as rng")
     rng = rng if rng is not None else np.random.default_rng(0)
-    example = readers.EXAMPLES.get(kind, "a row that the header describes")
     repairs: dict[str, int] = {}
     if kind in readers.TABLES:
-        requests, repairs = readers.read_rows(lines[: n and n + 1], kind, rng, rate, failures)
-    elif kind == "mooncake":
-        is_possible = type(tokens_per_id) is int and 1 <= tokens_per_id <= readers.BLOCK_TOKENS
-        require(is_possible, "tokens_per_id", tokens_per_id, f"it must be from 1 to {readers.BLOCK_TOKENS}")
-        requests = readers.read_json(lines[:n], partial(readers.mooncake_request, tokens_per_id), example)
+        lines = numbered_lines(content)
+        requests, repairs = readers.read_rows(lines[: n and n + 1], kind, failures)
     else:
-        requests = readers.read_json(lines[:n], readers.workload_request, example)
+        requests = readers.read_json(islice(readers.records_of(content), n), kind, tokens_per_id)
     if not requests:
+        example = readers.EXAMPLES.get(kind, "a row that the header describes")
         raise ValueError(f"workload {name!r} is empty; write one request a line, such as {example}")
+    if rate is not None:
+        times = Poisson(rate)(rng, len(requests)).tolist()
+        requests = [replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
     requests = spread_arrivals(requests, rng, MOONCAKE_TICK) if spread else requests
     return TraceFile(kind, scale_rate(requests, speed) if speed != 1 else requests, repairs)
 
 
 def find(name: str | os.PathLike[str]) -> Path | None:
     """Return where a file is: at this path, or of this name in the folder that CBRESEARCH_DATA names."""
-    folder = os.environ.get("CBRESEARCH_DATA")
+    name, folder = os.path.expanduser(name), os.environ.get("CBRESEARCH_DATA")
     paths = [Path(name), Path(folder) / name] if folder else [Path(name)]
-    return next((path for path in paths if os.fspath(name) and path.exists()), None)
+    return next((path for path in paths if name and os.path.exists(path)), None)
 
 
 def fetch(name: str, downloader: Callable[[str, str, object], None] | None = None) -> Path:
@@ -253,15 +279,33 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _name(source: str | os.PathLike[str]) -> str:
+    try:
+        return os.fsdecode(source)
+    except TypeError:
+        raise ValueError(f"the workload is {source!r}; give a name such as 'chat24', or a path") from None
+
+
 def _content(name: str) -> bytes:
-    if name.lower().endswith(_UNREAD_ENDINGS):
-        known = f"a preset ({', '.join(PRESETS)}), a CSV trace, or a JSON-lines file (.jsonl)"
-        raise ValueError(f"workload {name!r}: files with this ending are not read; give {known}")
     path = fetch(name) if name in TRACES else find(name)
     if path is None:
         near = names.suggestion(name.partition(":")[0], [*PRESETS, *TRACES])
         raise ValueError(f"workload {name!r} is neither a preset nor a file; {near}")
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"workload {name!r} cannot be read: {error.strerror}; name a file") from error
+    packed = next((module for start, module in _UNPACKERS.items() if content.startswith(start)), None)
+    try:
+        content = import_module(packed).decompress(content) if packed else content
+    # What an unpacker raises is up to it; whatever it is, the remedy is the same.
+    except Exception as error:
+        remedy = "the file was cut or spoilt, fetch it again"
+        raise ValueError(f"workload {name!r} cannot be unpacked by {packed}: {error}; {remedy}") from error
+    first = content.partition(b"\n")[0].rstrip(b"\r")
+    said = [said for start, said in _NO_TEXT.items() if content.lstrip().startswith(start)]
+    said += ["binary or in UTF-16; save it as text in UTF-8"] * (b"\0" in first)
+    said += ["ended by CR in each line; save it with line ends of LF"] * (b"\r" in first)
+    if said:
+        raise ValueError(f"workload {name!r} is {said[0]}")
+    return content
