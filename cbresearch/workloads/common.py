@@ -80,13 +80,12 @@ def relative_seconds(times: Iterable[object], power: int = 0, *, since_first: bo
     Returns:
         The seconds; NaN for what is no number from 0 on, or lies 10^9 seconds (32 years) behind the earliest.
     """
-    exact = list(map(_exact, times))
+    exact, powers = list(map(_exact, times)), [power] * 20
     if min(filter(Decimal.is_finite, exact), default=0) >= 10**9:
         # 10 or 11 digits are seconds, 12 to 14 milliseconds.
-        exact = [time.scaleb(-min(9, max(0, (time.adjusted() - 8) // 3 * 3))) for time in exact]
-        since_first = True
-    else:
-        exact = [time.scaleb(-power) for time in exact]
+        powers, since_first = [max(0, (place - 8) // 3 * 3) for place in range(20)], True
+    scales = [Decimal(1).scaleb(-power) for power in powers]
+    exact = [time * scales[max(0, time.adjusted())] for time in exact]
     first = min(filter(Decimal.is_finite, exact), default=Decimal()) if since_first else Decimal()
     seconds = [float(time - first) for time in exact]
     return [time if time < 1e9 else math.nan for time in seconds]
@@ -104,7 +103,8 @@ def _exact(time: object) -> Decimal:
 
 def check_rng(rng: object) -> None:
     """Raise a ValueError unless it is a random generator of numpy."""
-    require(isinstance(rng, Rng), "rng", rng, "give a random generator, such as numpy.random.default_rng(0)")
+    remedy = "give a random generator as rng, such as numpy.random.default_rng(0)"
+    require(isinstance(rng, Rng), "rng", rng, remedy)
 
 
 def independent_generators(rng: Rng, number: int) -> list[Rng]:

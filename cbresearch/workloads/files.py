@@ -18,7 +18,7 @@ from cbresearch.checks import count
 from cbresearch.request import Rejected, Request
 from cbresearch.workloads import readers
 from cbresearch.workloads.arrivals import Poisson, scale_rate, spread_arrivals
-from cbresearch.workloads.common import Rng, check_rng, numbered_lines
+from cbresearch.workloads.common import Rng, check_rng, numbered_lines, require
 from cbresearch.workloads.presets import PRESETS
 
 # The first bytes of a packed file, and the module that unpacks it.
@@ -28,9 +28,9 @@ _UNPACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
 _NO_TEXT = {
     b"version https://git-lfs": "a Git LFS pointer; run git lfs pull, or download the file itself",
     b"<": "a web page; download the file itself, on GitHub behind the button Raw",
-    b"\xff\xfe": "in UTF-16; save it as UTF-8",
-    b"\xfe\xff": "in UTF-16; save it as UTF-8",
-    b"PAR1": "in Parquet; write it as CSV, by pandas.read_parquet and to_csv",
+    b"\xff\xfe": "text in UTF-16; save it in UTF-8",
+    b"\xfe\xff": "text in UTF-16; save it in UTF-8",
+    b"PAR1": "a Parquet file; write it as CSV, by pandas.read_parquet and to_csv",
     b"PK\x03\x04": "a ZIP archive or a workbook; unpack it, or save it as CSV",
     b"(\xb5/\xfd": "packed by zstd; unpack it with unzstd",
 }
@@ -135,9 +135,11 @@ def load(source: str | os.PathLike[str], rng: Rng) -> list[Request | Rejected]:
             out of range; the message names the near misses.
     """
     name = _name(source)
-    check_rng(rng)
     if name.partition(":")[0] in PRESETS:
-        return list(names.build("workload", name, {key: partial(PRESETS[key], rng) for key in PRESETS}))
+        check_rng(rng)
+        made = list(names.build("workload", name, {key: partial(PRESETS[key], rng) for key in PRESETS}))
+        require(len(made) > 0, f"workload {name!r}: the number of requests", 0, "ask for at least 1")
+        return made
     # A file whose own name has a colon goes first.
     path, colon, options = name.rpartition(":")
     if not colon or find(name) is not None or (path not in TRACES and find(path) is None):
@@ -159,24 +161,35 @@ def read_trace(
 ) -> TraceFile:
     """Return the requests of a trace or a workload file, and what had to be repaired.
 
-    The first line tells what kind of file it is:
+    The header or the keys tell what kind of file it is:
 
-    - Azure 2023 (CSV): `TIMESTAMP` (UTC), `ContextTokens`, `GeneratedTokens`.
+    - Azure 2023 (CSV): `TIMESTAMP` (UTC, or with an offset), `ContextTokens`, `GeneratedTokens`.
     - Vidur (CSV): `num_prefill_tokens`, `num_decode_tokens`, and mostly `arrived_at` (seconds).
     - BurstGPT (CSV): `Timestamp` (seconds), `Request tokens`, `Response tokens`; a `Session ID` becomes the
       client. Failed requests have 0 response tokens.
-    - Mooncake (JSON lines), known by its `hash_ids`: `timestamp` (milliseconds), `input_length` and
+    - Mooncake (JSON), known by its `hash_ids`: `timestamp` (milliseconds), `input_length` and
       `output_length` (tokens) and one id for each 512 tokens of the prompt and one for the rest. Equal ids
       stand for equal tokens behind equal tokens, which are not published. Here they depend on the id alone,
       so prompts share KV just where their ids are equal. Other keys are ignored.
-    - A workload file: one JSON object a line with the keys `id`, `arrival`, `prompt`, `max_tokens`,
+    - Qwen (JSON), known by its `chat_id`: as Mooncake, with seconds, and an id for each 16 tokens.
+    - ShareGPT (JSON), known by its `conversations`: the prompt is all text before the first answer to a user,
+      with blank lines between; the output is as long as that answer, at 4 bytes a token. All arrive at 0.
+    - An OpenAI batch file (JSON), known by `body`: the prompt is the text of `messages`, with blank lines
+      between and without a chat template; `max_tokens` is needed. Sampling parameters that are not given have
+      their defaults here, and other keys are ignored. All arrive at 0.
+    - A workload file (JSON): objects with the keys `id`, `arrival`, `prompt`, `max_tokens`,
       `priority`, `client`, `deadline` and those of `SamplingParams` except `num_logprobs`; only `prompt`
       (text, token ids, or a length in tokens) and `max_tokens` are needed, and null means not given. Times
       are seconds since the start of the run. A request without an id is named by its position, from "0".
 
-    Blank lines are skipped, and byte order marks and line ends of CRLF accepted. Requests of a trace run to
-    their recorded length (`ignore_eos`). Of the CSV files, arrivals count from the earliest row, and two
-    repairs are counted: rows out of order are sorted by arrival, and failed requests are left out.
+    JSON is one object a line, an array, or objects one behind another. The columns of CSV may be parted by
+    semicolons or tabs. A file may be packed by gzip, bzip2 or xz, whatever its name. Blank lines are skipped,
+    and byte order marks and line ends of CRLF accepted. Requests of a trace run to their recorded length
+    (`ignore_eos`). Of the CSV files, arrivals count from the earliest row, and two repairs are counted: rows
+    out of order are sorted by arrival, and failed requests are left out.
+
+    No digit of a trace's times is lost. Where the earliest is 10^9 or more, they count from 1970, in seconds,
+    milliseconds, microseconds or nanoseconds, as the number of digits tells; arrivals then begin at 0.
 
     A whole Mooncake trace of long prompts takes gigabytes, 8 bytes a token. `tokens_per_id=1` turns each id
     into one token, so that a KV block of 1 token stands for 512: a prompt is then the tuple of its ids. That
@@ -185,16 +198,17 @@ def read_trace(
     Args:
         source: A path, or a public trace's name, or a name in the folder that CBRESEARCH_DATA names.
         rng: Draws what `rate` or `spread` leave to chance; needed only there.
-        n: Read so many lines only.
+        n: Read so many requests only.
         speed: Divide every interval by it, see `scale_rate`: 2 is twice the rate in half the time.
-        rate: Requests per second of a Poisson process, for a Vidur file without arrivals, whose requests
-            otherwise all arrive at 0.
+        rate: Requests per second of a Poisson process, for a file without arrivals (Vidur's, ShareGPT, OpenAI
+            batches), whose requests otherwise all arrive at 0.
         failures: What becomes of BurstGPT's failed requests: "skip" leaves them out and counts them, "reject"
             puts a `Rejected` in their place.
         spread: Spread Mooncake's arrivals inside their ticks of 3 seconds, see `spread_arrivals`.
-        tokens_per_id: Tokens that an id of a Mooncake trace stands for, 1 to 512; prompts become shorter in
-            proportion, outputs stay. From 4 on, all token ids are below 256, which every vocabulary has, and
-            different ids have at most 3 tokens in common before they part; below 4 an id is its own token.
+        tokens_per_id: Tokens that an id of a Mooncake or a Qwen trace stands for; by default, and at most,
+            those of its block, 512 or 16. Prompts become shorter in proportion, outputs stay. From 8 on (from
+            4 on for ids below 2^32), all token ids are below 256, which every vocabulary has, and different
+            ids have at most 7 (3) tokens in common before they part; below, an id is its own token.
 
     Raises:
         ValueError: No such file exists, it holds no request, or an option is out of range or not one of its
@@ -211,8 +225,8 @@ def read_trace(
             where = " or ".join(_KINDS[option])
             instead = "; scale its arrivals by speed" if option == "rate" else ""
             raise ValueError(f"workload {name!r} is of the kind {kind}; {option} is for {where}{instead}")
-    if rng is None and (rate is not None or spread):
-        raise ValueError(f"workload {name!r}: rate and spread draw arrivals; give a random generator as rng")
+    if rate is not None or spread:
+        check_rng(rng)
     rng = rng if rng is not None else np.random.default_rng(0)
     repairs: dict[str, int] = {}
     if kind in readers.TABLES:
@@ -304,8 +318,8 @@ def _content(name: str) -> bytes:
         raise ValueError(f"workload {name!r} cannot be unpacked by {packed}: {error}; {remedy}") from error
     first = content.partition(b"\n")[0].rstrip(b"\r")
     said = [said for start, said in _NO_TEXT.items() if content.lstrip().startswith(start)]
-    said += ["binary or in UTF-16; save it as text in UTF-8"] * (b"\0" in first)
-    said += ["ended by CR in each line; save it with line ends of LF"] * (b"\r" in first)
+    said += ["text in UTF-16, or binary; save it as text in UTF-8"] * (b"\0" in content[:2])
+    said += ["text with line ends of CR alone; save it with those of LF"] * (b"\r" in first)
     if said:
         raise ValueError(f"workload {name!r} is {said[0]}")
     return content

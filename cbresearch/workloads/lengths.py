@@ -392,7 +392,8 @@ def _solved(mean_of: Callable[[float], float], mean: float, low: float, high: fl
     """Return the parameter from low to high that makes a mean, which grows with it; raises ValueError."""
     from scipy.optimize import brentq
 
-    least, most, mean = mean_of(low), mean_of(high), real("mean", mean)
+    real("mean", mean)
+    least, most = mean_of(low), mean_of(high)
     if least == mean == most:
         return low
     require(

@@ -99,10 +99,12 @@ def kind_of(name: str, content: bytes) -> str:
     lines = numbered_lines(content)
     header = lines[0][1] if lines else b""
     columns = _cells(header, _delimiter(header))
+    if not lines:
+        return "workload"
     for kind, names in TABLES.items():
         if {column for column in names if column} <= set(columns):
             return kind
-    is_json = not lines or any(line.lstrip()[:1] in (b"{", b"[") for _, line in lines)
+    is_json = any(line.lstrip()[:1] in (b"{", b"[") for _, line in lines)
     if not is_json or name.lower().endswith(".csv"):
         # Each once, in the order of the table: two kinds may share a column.
         known = dict.fromkeys(column for names in TABLES.values() for column in names[1:])
@@ -139,7 +141,7 @@ def records_of(content: bytes) -> Iterator[tuple[int, Any]]:
         except (ValueError, RecursionError):
             # The next line may be whole again.
             place = text.find("\n", found.start()) + 1 or len(text)
-            value = _decoded(text[found.start() : place].encode(errors="surrogateescape"))
+            value = _decoded(text[found.start() : place].rstrip().encode(errors="surrogateescape"))
         yield number, value
         number += text.count("\n", found.start(), place)
     if text.lstrip().startswith("[") and not text.rstrip().endswith("]"):
@@ -393,9 +395,9 @@ def _times(texts: Any) -> list[str]:
     """Return the times of a column with nanoseconds since 1970 in the place of dates."""
     import pandas as pd
 
-    stamps = texts.where(texts.map(lambda text: _STAMP.fullmatch(text) is not None))
+    stamps = texts.where([_STAMP.fullmatch(text) is not None for text in texts.tolist()])
     times = pd.to_datetime(stamps, format="ISO8601", utc=True, errors="coerce").astype("datetime64[ns, UTC]")
-    pairs = zip(times.astype("int64"), texts, strict=True)
+    pairs = zip(times.astype("int64").tolist(), texts.tolist(), strict=True)
     return [text if time == pd.NaT.value else str(time) for time, text in pairs]
 
 
