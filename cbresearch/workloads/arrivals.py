@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cbresearch.checks import count, real
 from cbresearch.request import Rejected, Request
-from cbresearch.workloads.common import Requests, Rng, checked, require
+from cbresearch.workloads.common import Requests, Rng, checked, checked_requests, require
 
 Times = NDArray[np.float64]
 """Seconds since the start of the run, in order."""
@@ -199,7 +199,7 @@ def scale_rate(requests: Requests, factor: float) -> list[Request | Rejected]:
     """
     factor = real("factor", factor, positive=True)
     scaled: list[Request | Rejected] = []
-    for request in requests:
+    for request in checked_requests(requests):
         arrival = request.arrival / factor
         if isinstance(request, Request) and request.deadline is not None:
             request = replace(request, deadline=arrival + (request.deadline - request.arrival))
@@ -213,7 +213,7 @@ def merge(*workloads: Requests) -> list[Request | Rejected]:
     Raises:
         ValueError: Two requests have one id; name a `client` for each in `make_requests`.
     """
-    together = [request for workload in workloads for request in workload]
+    together = [request for workload in workloads for request in checked_requests(workload)]
     repeated = [name for name, times in Counter(request.id for request in together).items() if times > 1]
     if repeated:
         raise ValueError(f"id {repeated[0]!r} is in two workloads; give each a client of its own")
@@ -237,7 +237,8 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
         ValueError: `tick` is not a positive number, or the arrivals are not in order.
     """
     tick = real("tick", tick, positive=True, unit="seconds")
-    groups = [(time, list(group)) for time, group in groupby(requests, lambda request: request.arrival)]
+    by_arrival = groupby(checked_requests(requests), lambda request: request.arrival)
+    groups = [(time, list(group)) for time, group in by_arrival]
     spread: list[Request | Rejected] = []
     for (arrival, group), (following, _) in zip(groups, [*groups[1:], (math.inf, [])], strict=True):
         if following < arrival:

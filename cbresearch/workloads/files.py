@@ -5,7 +5,6 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
@@ -20,9 +19,6 @@ from cbresearch.workloads import readers
 from cbresearch.workloads.arrivals import Poisson, scale_rate, spread_arrivals
 from cbresearch.workloads.common import Rng, check_rng, numbered_lines, require
 from cbresearch.workloads.presets import PRESETS
-
-# The first bytes of a packed file, and the module that unpacks it.
-_UNPACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
 
 # The first bytes of what is no text, what it is, and what to do.
 _NO_TEXT = {
@@ -246,7 +242,7 @@ def read_trace(
 
 def find(name: str | os.PathLike[str]) -> Path | None:
     """Return where a file is: at this path, or of this name in the folder that CBRESEARCH_DATA names."""
-    name, folder = os.path.expanduser(name), os.environ.get("CBRESEARCH_DATA")
+    name, folder = os.path.expanduser(_name(name)), os.environ.get("CBRESEARCH_DATA")
     paths = [Path(name), Path(folder) / name] if folder else [Path(name)]
     return next((path for path in paths if name and os.path.exists(path)), None)
 
@@ -264,6 +260,8 @@ def fetch(name: str, downloader: Callable[[str, str, object], None] | None = Non
     Raises:
         ValueError: The file is not the published one, or cannot be had; the message says what to do.
     """
+    if name not in TRACES:
+        raise ValueError(f"unknown trace {name!r}; {names.suggestion(name, TRACES)}")
     trace = TRACES[name]
     folder = os.environ.get("CBRESEARCH_DATA")
     if folder and (path := Path(folder) / trace.file).is_file():
@@ -309,13 +307,24 @@ def _content(name: str) -> bytes:
         content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"workload {name!r} cannot be read: {error.strerror}; name a file") from error
-    packed = next((module for start, module in _UNPACKERS.items() if content.startswith(start)), None)
     try:
-        content = import_module(packed).decompress(content) if packed else content
+        # Imported where they are needed: some builds of Python lack one.
+        if content.startswith(b"\x1f\x8b"):
+            import gzip
+
+            content = gzip.decompress(content)
+        elif content.startswith(b"BZh"):
+            import bz2
+
+            content = bz2.decompress(content)
+        elif content.startswith(b"\xfd7zXZ\x00"):
+            import lzma
+
+            content = lzma.decompress(content)
     # What an unpacker raises is up to it; whatever it is, the remedy is the same.
     except Exception as error:
         remedy = "the file was cut or spoilt, fetch it again"
-        raise ValueError(f"workload {name!r} cannot be unpacked by {packed}: {error}; {remedy}") from error
+        raise ValueError(f"workload {name!r} cannot be unpacked: {error}; {remedy}") from error
     first = content.partition(b"\n")[0].rstrip(b"\r")
     said = [said for start, said in _NO_TEXT.items() if content.lstrip().startswith(start)]
     said += ["text in UTF-16, or binary; save it as text in UTF-8"] * (b"\0" in content[:2])

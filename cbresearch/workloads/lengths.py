@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from cbresearch.checks import count, real
 from cbresearch.request import Rejected, Request
-from cbresearch.workloads.common import Rng, checked, require
+from cbresearch.workloads.common import Rng, checked, checked_requests, require
 
 Tokens = NDArray[np.int64]
 Fractions = NDArray[np.float64]
@@ -357,7 +357,7 @@ class Joint:
     @classmethod
     def of(cls, requests: Iterable[Request | Rejected]) -> "Joint":
         """Return the pairs of a trace's requests, rejected ones left out."""
-        known = [request for request in requests if isinstance(request, Request)]
+        known = [request for request in checked_requests(requests) if isinstance(request, Request)]
         return cls(tuple(request.num_prompt_tokens for request in known), tuple(map(true_length, known)))
 
     def __call__(self, rng: Rng, num_requests: int) -> tuple[Tokens, Tokens]:
@@ -370,6 +370,12 @@ def checked_lengths(drawn: Sequence[int] | Tokens, number: int) -> list[int]:
     """Return drawn lengths as a list; raises ValueError unless they are so many whole numbers from 1 on."""
     remedy = "lengths are whole numbers of at least 1 token"
     return [int(length) for length in checked("length", drawn, number, 1, remedy, whole=True)]
+
+
+def drawn_lengths(draw: Draw, rng: Rng, number: int) -> list[int]:
+    """Draw lengths and check them; raises ValueError."""
+    require(callable(draw), "the lengths", draw, "give a distribution, such as Fixed(100)")
+    return checked_lengths(draw(rng, number), number)
 
 
 def true_length(request: Request) -> int:

@@ -20,16 +20,10 @@ from cbresearch.request import Rejected, Request, SamplingParams
 from cbresearch.workloads.common import check_text, numbered_lines, relative_seconds, require, shown
 from cbresearch.workloads.requests import TO_THE_END, estimated_tokens
 
-Lines = list[tuple[int, bytes]]
-"""A file's lines that are not blank, with their numbers from 1."""
-
 Fields = dict[str, Any]
 """What one JSON object holds."""
 
-BLOCKS: Mapping[str, tuple[int, str, int]] = {
-    "mooncake": (512, "milliseconds", 3),
-    "qwen": (16, "seconds", 0),
-}
+BLOCKS: Mapping[str, tuple[int, str, int]] = {"mooncake": (512, "ms", 3), "qwen": (16, "s", 0)}
 """The kinds whose ids stand for blocks: tokens of a block, and the unit of times, 10^3 or 10^0 a second."""
 
 TABLES: Mapping[str, tuple[str | None, str, str]] = {
@@ -70,11 +64,10 @@ class _Number(float):
 
 
 def _object(pairs: list[tuple[str, Any]]) -> Fields | ValueError:
-    fields = dict(pairs)
-    if len(fields) == len(pairs):
-        return fields
     names = [name for name, _ in pairs]
-    return ValueError(f"the key {max(names, key=names.count)!r} is given twice")
+    if len(set(names)) < len(names):
+        return ValueError(f"the key {max(names, key=names.count)!r} is given twice")
+    return dict(pairs)
 
 
 # An integer past all floats is read as infinity, which every check rejects by name.
@@ -146,11 +139,6 @@ def records_of(content: bytes) -> Iterator[tuple[int, Any]]:
         number += text.count("\n", found.start(), place)
     if text.lstrip().startswith("[") and not text.rstrip().endswith("]"):
         yield number, ValueError("the array has no end")
-
-
-def read_requests(content: bytes) -> list[Request | Rejected]:
-    """Return the requests of a workload file, see `read_trace`, with a `Rejected` for each bad line."""
-    return read_json(records_of(content), "workload")
 
 
 def read_json(
@@ -316,7 +304,7 @@ def _rejection(fields: Fields, position: str, error: str) -> Rejected:
 
 
 def read_rows(
-    lines: Lines, kind: str, failures: str = "skip"
+    lines: list[tuple[int, bytes]], kind: str, failures: str = "skip"
 ) -> tuple[list[Request | Rejected], dict[str, int]]:
     """Return the requests of a trace's rows, and how often which repair was made.
 
@@ -325,7 +313,7 @@ def read_rows(
     output tokens) are left out. Any other bad row is rejected.
 
     Args:
-        lines: Numbers and lines of the file, the header first.
+        lines: Numbers and lines of the file without blank ones, the header first.
         kind: A key of `TABLES`.
         failures: "skip" leaves failed requests out, "reject" puts a `Rejected` in their place.
 

@@ -11,8 +11,8 @@ from cbresearch.checks import count, real
 from cbresearch.request import Prompt, Request
 from cbresearch.trace import RequestRecord
 from cbresearch.workloads.arrivals import Arrivals, draw_times
-from cbresearch.workloads.common import Rng, checked, independent_generators
-from cbresearch.workloads.lengths import Draw, DrawPairs, checked_lengths
+from cbresearch.workloads.common import Rng, checked, split_rng
+from cbresearch.workloads.lengths import Draw, DrawPairs, drawn_lengths
 from cbresearch.workloads.requests import TO_THE_END, Prefixes, checked_pairs, draw_tokens
 
 Pause = float | Callable[[Rng, int], NDArray[np.float64]]
@@ -188,7 +188,7 @@ def closed_loop(
     """
     num_users = count("num_users", num_users)
     requests_per_user = count("requests_per_user", requests_per_user)
-    for_lengths, for_pauses = independent_generators(rng, 2)
+    for_lengths, for_pauses = split_rng(rng, 2)
     number = num_users * requests_per_user
     prompts, outputs = checked_pairs(lengths, for_lengths, number)
     turns = [Turn(*turn) for turn in zip(prompts, outputs, _pauses(think, for_pauses, number), strict=True)]
@@ -225,15 +225,15 @@ def conversations(
     Raises:
         ValueError: What was drawn are no arrivals, lengths or pauses.
     """
-    for_times, for_turns, for_texts, for_outputs, for_pauses, for_tokens = independent_generators(rng, 6)
+    for_times, for_turns, for_texts, for_outputs, for_pauses, for_tokens = split_rng(rng, 6)
     times = draw_times(arrivals, for_times, num_sessions)
     max_context = None if max_context is None else count("max_context", max_context)
     begins = [()] * num_sessions if prefixes is None else prefixes.draw(for_tokens, num_sessions)
-    numbers = checked_lengths(turns(for_turns, num_sessions), num_sessions)
+    numbers = drawn_lengths(turns, for_turns, num_sessions)
     sessions = []
     for place, (start, begin, number) in enumerate(zip(times, begins, numbers, strict=True)):
-        new = checked_lengths(texts(for_texts, number), number)
-        answers = checked_lengths(outputs(for_outputs, number), number)
+        new = drawn_lengths(texts, for_texts, number)
+        answers = drawn_lengths(outputs, for_outputs, number)
         pauses = [start, *_pauses(think, for_pauses, number)[1:]]
         made, context = [], len(begin)
         for turn, (length, output, pause) in enumerate(zip(new, answers, pauses, strict=True)):

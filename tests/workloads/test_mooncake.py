@@ -140,9 +140,9 @@ def test_mooncake_blocks_are_prefix_cache_hits(tmp_path):
 BAD_LINES = {
     "no timestamp": (
         {"timestamp": None},
-        "timestamp is None; it must be a number of milliseconds, 0 or more",
+        "timestamp is None; it must be a number of ms, 0 or more",
     ),
-    "endless": ({"timestamp": float("inf")}, "timestamp is inf; it must be a number of milliseconds"),
+    "endless": ({"timestamp": float("inf")}, "timestamp is inf; it must be a number of ms"),
     "negative time": ({"timestamp": -1}, "timestamp is -1"),
     "no input": (
         {"input_length": 0, "hash_ids": []},

@@ -352,6 +352,7 @@ IMPOSSIBLE = {
 
 
 PAIR = (Fixed(1), Fixed(1))
+SESSION = {"turns": Fixed(1), "texts": Fixed(1), "outputs": Fixed(1), "think": 0.0}
 OF_NO_NUMBER = {
     "rate": Poisson,
     "burstiness": lambda it: Gamma(1.0, it),
@@ -378,7 +379,16 @@ OF_NO_NUMBER = {
     "correlation": lambda it: Coupled(*PAIR, it),
     "prompts": lambda it: Coupled(it, Fixed(1)),
     "count of prefixes": lambda it: Prefixes(it, Fixed(1)),
-    "lengths of Prefixes": lambda it: Prefixes(1, it),
+    "lengths of Prefixes": lambda it: Prefixes(1, it).draw(rng(), 1),
+    "lengths of turns": lambda it: conversations(AtOnce(), 1, rng(), **(SESSION | {"turns": it})),
+    "lengths of texts": lambda it: conversations(AtOnce(), 1, rng(), **(SESSION | {"texts": it})),
+    "max_context": lambda it: conversations(AtOnce(), 1, rng(), **SESSION, max_context=it),
+    "request 0 of the workload": lambda it: workloads.merge([[it]]),
+    "request 0 of the workload to scale": lambda it: workloads.scale_rate([it], 2),
+    "request 0 of the workload to resolve": lambda it: workloads.resolve_prompts([it], None, 9, rng()),
+    "request 0 of the workload to predict": lambda it: workloads.predict([it], "oracle", rng()),
+    "request 0 of the workload to spread": lambda it: workloads.spread_arrivals([it], rng(), 3.0),
+    "request 0 of the workload to draw from": lambda it: Joint.of([it]),
     "size": lambda it: workloads.chat(rng(), size=it),
     "size of rag": lambda it: workloads.rag(rng(), size=it),
     "rate of a preset": lambda it: workloads.agents(rng(), rate=it),
@@ -402,9 +412,7 @@ OF_NO_NUMBER = {
 @pytest.mark.parametrize("value", [[], math.nan, -1.5, {}, False], ids=repr)
 @pytest.mark.parametrize("name", OF_NO_NUMBER)
 def test_parameter_of_another_kind_raises_a_line_that_names_it_and_its_value(name, value):
-    with pytest.raises(
-        ValueError, match=f"{name.partition(' of P')[0].partition(' of ')[0]}.* is "
-    ) as caught:
+    with pytest.raises(ValueError, match=f"{name.partition(' of ')[0]}.* is ") as caught:
         OF_NO_NUMBER[name](value)
     said = str(caught.value)
     assert repr(value) in said and "; " in said and "\n" not in said
@@ -412,7 +420,7 @@ def test_parameter_of_another_kind_raises_a_line_that_names_it_and_its_value(nam
 
 def test_lengths_of_a_single_distribution_are_no_pair():
     with pytest.raises(ValueError, match=r"give those of prompts and of outputs, such as \(Fixed"):
-        make_requests(AtOnce(), Fixed(5), 2, rng())
+        make_requests(AtOnce(), Fixed(5), 3, rng())
 
 
 def test_long_geometric_tail_keeps_its_mean():

@@ -510,6 +510,11 @@ def test_fetch_without_a_network_says_how_to_get_the_file(tale):
         workloads.fetch("tale", downloader)
 
 
+def test_fetch_of_an_unknown_trace_names_the_near_misses():
+    with pytest.raises(ValueError, match="unknown trace 'azure_con'; did you mean 'azure_conv'"):
+        workloads.fetch("azure_con", forbidden)
+
+
 def test_public_traces_have_addresses_and_whole_hashes():
     for name, trace in TRACES.items():
         assert trace.url.startswith("https://raw.githubusercontent.com/")

@@ -74,7 +74,7 @@ def test_qwen_trace_has_seconds_and_blocks_of_16_tokens(tmp_path):
     ("spoilt", "said"),
     [
         ({"hash_ids": [1, 2]}, "hash_ids has 2 ids, but input_length 33 makes 3 blocks of 16 tokens"),
-        ({"timestamp": -1}, "timestamp is -1; it must be a number of seconds, 0 or more"),
+        ({"timestamp": -1}, "timestamp is -1; it must be a number of s, 0 or more"),
         ({"output_length": 0}, "output_length is 0; it must be an integer of at least 1"),
         ({"input_length": "33"}, "input_length is '33'; it must be an integer"),
     ],
@@ -287,7 +287,7 @@ def test_csv_trace_rejects_a_row_with_a_nul_byte(tmp_path):
 def test_packed_file_is_known_by_its_bytes_whatever_its_name(tmp_path, module, name):
     (request,) = read(tmp_path, module.compress(f"{AZURE}\n2023-11-16 18:15:46.68,4,5\n".encode()), name)
     assert (request.prompt, request.max_tokens) == (4, 5)
-    with pytest.raises(ValueError, match=f"cannot be unpacked by {module.__name__}: .*; the file was cut"):
+    with pytest.raises(ValueError, match=r"cannot be unpacked: .*; the file was cut"):
         read(tmp_path, module.compress(bytes(range(256)) * 9)[:-12], name)
 
 
@@ -414,4 +414,5 @@ def test_json_times_that_count_from_an_epoch_lose_no_digit(tmp_path, fields, fir
 
 
 def test_mooncake_times_may_be_fractions_of_milliseconds(tmp_path):
-    assert [r.arrival for r in read(tmp_path, lines(MOONCAKE | {"timestamp": 27.5}, MOONCAKE))] == [0.0275, 0]
+    requests = read(tmp_path, lines(MOONCAKE | {"timestamp": 27.5}, MOONCAKE))
+    assert [(type(request), request.arrival) for request in requests] == [(Request, 0.0275), (Request, 0)]
