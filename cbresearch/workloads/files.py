@@ -17,7 +17,7 @@ from cbresearch.checks import count
 from cbresearch.request import Rejected, Request
 from cbresearch.workloads import readers
 from cbresearch.workloads.arrivals import Poisson, scale_rate, spread_arrivals
-from cbresearch.workloads.common import Rng, check_rng, numbered_lines, require
+from cbresearch.workloads.common import Rng, check_rng, numbered_lines
 from cbresearch.workloads.presets import PRESETS
 
 # The first bytes of what is no text, what it is, and what to do.
@@ -134,7 +134,8 @@ def load(source: str | os.PathLike[str], rng: Rng) -> list[Request | Rejected]:
     if name.partition(":")[0] in PRESETS:
         check_rng(rng)
         made = list(names.build("workload", name, {key: partial(PRESETS[key], rng) for key in PRESETS}))
-        require(len(made) > 0, f"workload {name!r}: the number of requests", 0, "ask for at least 1")
+        if not made:
+            raise ValueError(f"workload {name!r} has no requests; ask for at least 1")
         return made
     # A file whose own name has a colon goes first.
     path, colon, options = name.rpartition(":")
