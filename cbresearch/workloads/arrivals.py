@@ -9,8 +9,9 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from cbresearch.checks import count, real
 from cbresearch.request import Rejected, Request
-from cbresearch.workloads.common import Requests, Rng, checked, require, require_positive
+from cbresearch.workloads.common import Requests, Rng, checked, checked_requests, require
 
 Times = NDArray[np.float64]
 """Seconds since the start of the run, in order."""
@@ -43,8 +44,8 @@ class Gamma:
     exact_span: bool = False
 
     def __post_init__(self) -> None:
-        require_positive("rate", self.rate, "requests per second")
-        require_positive("burstiness", self.burstiness, "1 is Poisson")
+        real("rate", self.rate, positive=True, unit="requests per second")
+        real("burstiness", self.burstiness, positive=True)
 
     def __call__(self, rng: Rng, num_requests: int) -> Times:
         """Return the times; the last of n is expected at n / rate."""
@@ -90,11 +91,10 @@ class OnOff:
     off_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        require_positive("rate", self.rate, "requests per second")
-        require_positive("on_seconds", self.on_seconds, "mean seconds")
-        require_positive("off_seconds", self.off_seconds, "mean seconds")
-        is_within = 0 <= self.off_rate <= self.rate
-        require(is_within, "off_rate", self.off_rate, f"it must lie between 0 and rate = {self.rate!r}")
+        real("rate", self.rate, positive=True, unit="requests per second")
+        real("on_seconds", self.on_seconds, positive=True, unit="seconds")
+        real("off_seconds", self.off_seconds, positive=True, unit="seconds")
+        real("off_rate", self.off_rate, 0, self.rate)
 
     @property
     def on_fraction(self) -> float:
@@ -117,7 +117,7 @@ class OnOff:
         """
         switching = 1 / self.on_seconds + 1 / self.off_seconds
         excess = (self.on_rate - self.off_rate) ** 2 * self.on_fraction * (1 - self.on_fraction) / self.rate
-        exponent = switching * window_seconds
+        exponent = switching * real("window_seconds", window_seconds, positive=True, unit="seconds")
         return 1 + 2 * excess / switching * (1 + math.expm1(-exponent) / exponent)
 
     def __call__(self, rng: Rng, num_requests: int) -> Times:
@@ -149,7 +149,7 @@ class AtOnce:
     at: float = 0.0
 
     def __post_init__(self) -> None:
-        require(0 <= self.at < math.inf, "at", self.at, "it must be a finite number of seconds, 0 or more")
+        real("at", self.at, unit="seconds")
 
     def __call__(self, rng: Rng, num_requests: int) -> Times:
         """Return the time as often as there are requests; nothing is drawn."""
@@ -170,7 +170,8 @@ class Recorded:
     times: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "times", tuple(_checked_times(self.times, len(self.times))))
+        times = tuple(self.times)
+        object.__setattr__(self, "times", tuple(_checked_times(times, len(times))))
 
     def __call__(self, rng: Rng, num_requests: int) -> Times:
         """Return the first times; nothing is drawn.
@@ -196,9 +197,9 @@ def scale_rate(requests: Requests, factor: float) -> list[Request | Rejected]:
     Raises:
         ValueError: The factor is not a positive number.
     """
-    require_positive("factor", factor, "2 is twice as fast")
+    factor = real("factor", factor, positive=True)
     scaled: list[Request | Rejected] = []
-    for request in requests:
+    for request in checked_requests(requests):
         arrival = request.arrival / factor
         if isinstance(request, Request) and request.deadline is not None:
             request = replace(request, deadline=arrival + (request.deadline - request.arrival))
@@ -212,7 +213,7 @@ def merge(*workloads: Requests) -> list[Request | Rejected]:
     Raises:
         ValueError: Two requests have one id; name a `client` for each in `make_requests`.
     """
-    together = [request for workload in workloads for request in workload]
+    together = [request for workload in workloads for request in checked_requests(workload)]
     repeated = [name for name, times in Counter(request.id for request in together).items() if times > 1]
     if repeated:
         raise ValueError(f"id {repeated[0]!r} is in two workloads; give each a client of its own")
@@ -235,8 +236,9 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
     Raises:
         ValueError: `tick` is not a positive number, or the arrivals are not in order.
     """
-    require_positive("tick", tick, "seconds")
-    groups = [(time, list(group)) for time, group in groupby(requests, lambda request: request.arrival)]
+    tick = real("tick", tick, positive=True, unit="seconds")
+    by_arrival = groupby(checked_requests(requests), lambda request: request.arrival)
+    groups = [(time, list(group)) for time, group in by_arrival]
     spread: list[Request | Rejected] = []
     for (arrival, group), (following, _) in zip(groups, [*groups[1:], (math.inf, [])], strict=True):
         if following < arrival:
@@ -249,7 +251,8 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
 
 def draw_times(arrivals: Arrivals, rng: Rng, num_requests: int) -> list[float]:
     """Draw arrival times and check them; raises ValueError with the first that is wrong."""
-    require(num_requests >= 0, "the number of requests", num_requests, "give 0 or more")
+    num_requests = count("the number of requests", num_requests, 0)
+    require(callable(arrivals), "arrivals", arrivals, "give an arrival process, such as Poisson(4.0)")
     return _checked_times(arrivals(rng, num_requests), num_requests)
 
 

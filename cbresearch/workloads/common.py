@@ -2,7 +2,8 @@
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,19 @@ Requests = Sequence[Request | Rejected]
 """A workload: requests, with a rejection in the place of each that cannot be served."""
 
 
+def checked_requests(requests: Iterable[Request | Rejected]) -> list[Request | Rejected]:
+    """Return a workload as a list, read once; raises ValueError if it holds anything else than requests."""
+    given = list(requests) if isinstance(requests, Iterable) else [requests]
+    for place, one in enumerate(given):
+        remedy = "give a list of requests, such as load() returns"
+        require(isinstance(one, Request | Rejected), f"request {place} of the workload", one, remedy)
+    return given
+
+
 def require(holds: bool, name: str, value: object, remedy: str) -> None:
     """Raise a ValueError with the name, the value and the remedy unless a condition holds."""
     if not holds:
         raise ValueError(f"{name} is {value!r}; {remedy}")
-
-
-def require_positive(name: str, value: float, unit: str) -> None:
-    """Raise a ValueError unless a value is a positive finite number."""
-    require(0 < value < math.inf, name, value, f"it must be a positive number ({unit})")
 
 
 def checked(name: str, drawn: ArrayLike, number: int, least: float, remedy: str, whole: bool) -> list[Any]:
@@ -70,7 +75,49 @@ def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def independent_generators(rng: Rng, number: int) -> list[Rng]:
+def relative_seconds(times: Iterable[object], power: int = 0, *, since_first: bool = True) -> list[float]:
+    """Return times in seconds, without the loss of a digit of theirs.
+
+    Where the earliest number is 10^9 or more, all count from 1970, in seconds, milliseconds, microseconds or
+    nanoseconds, as the number of digits tells; 0 is then the earliest.
+
+    Args:
+        times: Numbers, or their texts.
+        power: A second has 10^power of their units, where they do not count from 1970.
+        since_first: Whether 0 is the earliest even so.
+
+    Returns:
+        The seconds; NaN for what is no number from 0 on, or lies 10^9 seconds (32 years) behind the earliest.
+    """
+    exact, powers = list(map(_exact, times)), [power] * 20
+    if min(filter(Decimal.is_finite, exact), default=0) >= 10**9:
+        # 10 or 11 digits are seconds, 12 to 14 milliseconds.
+        powers, since_first = [max(0, (place - 8) // 3 * 3) for place in range(20)], True
+    scales = [Decimal(1).scaleb(-power) for power in powers]
+    exact = [time * scales[max(0, time.adjusted())] for time in exact]
+    first = min(filter(Decimal.is_finite, exact), default=Decimal()) if since_first else Decimal()
+    seconds = [float(time - first) for time in exact]
+    return [time if time < 1e9 else math.nan for time in seconds]
+
+
+def _exact(time: object) -> Decimal:
+    # A float of a JSON file remembers its text.
+    text = getattr(time, "text", str(time))
+    try:
+        number = Decimal(text if text.isascii() and "_" not in text else "nan")
+        return number if 0 <= number < 10**20 else Decimal("nan")
+    except ArithmeticError:
+        return Decimal("nan")
+
+
+def check_rng(rng: object) -> None:
+    """Raise a ValueError unless it is a random generator of numpy."""
+    remedy = "give a random generator as rng, such as numpy.random.default_rng(0)"
+    require(isinstance(rng, Rng), "rng", rng, remedy)
+
+
+def split_rng(rng: Rng, number: int) -> list[Rng]:
     """Return so many random generators, all seeded by one number that `rng` draws."""
+    check_rng(rng)
     seed = int(rng.integers(2**63))
     return [np.random.default_rng([seed, part]) for part in range(number)]

@@ -3,7 +3,9 @@
 import hashlib
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -11,13 +13,31 @@ from typing import NamedTuple
 import numpy as np
 
 from cbresearch import names
+from cbresearch.checks import count
 from cbresearch.request import Rejected, Request
 from cbresearch.workloads import readers
-from cbresearch.workloads.arrivals import scale_rate, spread_arrivals
-from cbresearch.workloads.common import Rng, numbered_lines, require
+from cbresearch.workloads.arrivals import Poisson, scale_rate, spread_arrivals
+from cbresearch.workloads.common import Rng, check_rng, numbered_lines
 from cbresearch.workloads.presets import PRESETS
 
-_UNREAD_ENDINGS = (".tsv", ".parquet", ".xlsx", ".gz", ".zip", ".zst")
+# The first bytes of what is no text, what it is, and what to do.
+_NO_TEXT = {
+    b"version https://git-lfs": "a Git LFS pointer; run git lfs pull, or download the file itself",
+    b"<": "a web page; download the file itself, on GitHub behind the button Raw",
+    b"\xff\xfe": "text in UTF-16; save it in UTF-8",
+    b"\xfe\xff": "text in UTF-16; save it in UTF-8",
+    b"PAR1": "a Parquet file; write it as CSV, by pandas.read_parquet and to_csv",
+    b"PK\x03\x04": "a ZIP archive or a workbook; unpack it, or save it as CSV",
+    b"(\xb5/\xfd": "packed by zstd; unpack it with unzstd",
+}
+
+# Which kinds an option is for.
+_KINDS = {
+    "rate": ("vidur_lengths", "sharegpt", "openai_batch"),
+    "failures": ("burstgpt",),
+    "spread": ("mooncake",),
+    "tokens_per_id": ("mooncake", "qwen"),
+}
 
 MOONCAKE_TICK = 3.0
 """Seconds to which the arrivals of Mooncake's conversation trace are rounded."""
@@ -78,7 +98,8 @@ class TraceFile(NamedTuple):
     """What a file held.
 
     Attributes:
-        kind: "workload", "mooncake", "azure", "burstgpt", "vidur", or "vidur_lengths" (without arrivals).
+        kind: "workload", "mooncake", "qwen", "sharegpt", "openai_batch", "azure", "burstgpt", "vidur", or
+            "vidur_lengths" (without arrivals).
         requests: The requests, with a `Rejected` in the place of each bad line.
         repairs: How often which repair was made, see `read_trace`; empty where the file needed none.
     """
@@ -109,9 +130,13 @@ def load(source: str | os.PathLike[str], rng: Rng) -> list[Request | Rejected]:
         ValueError: No such preset or file exists, it holds no request at all, or an option is unknown or
             out of range; the message names the near misses.
     """
-    name = os.fspath(source)
+    name = _name(source)
     if name.partition(":")[0] in PRESETS:
-        return list(names.build("workload", name, {key: partial(PRESETS[key], rng) for key in PRESETS}))
+        check_rng(rng)
+        made = list(names.build("workload", name, {key: partial(PRESETS[key], rng) for key in PRESETS}))
+        if not made:
+            raise ValueError(f"workload {name!r} has no requests; ask for at least 1")
+        return made
     # A file whose own name has a colon goes first.
     path, colon, options = name.rpartition(":")
     if not colon or find(name) is not None or (path not in TRACES and find(path) is None):
@@ -129,28 +154,39 @@ def read_trace(
     rate: float | None = None,
     failures: str = "skip",
     spread: bool = False,
-    tokens_per_id: int = readers.BLOCK_TOKENS,
+    tokens_per_id: int | None = None,
 ) -> TraceFile:
     """Return the requests of a trace or a workload file, and what had to be repaired.
 
-    The first line tells what kind of file it is:
+    The header or the keys tell what kind of file it is:
 
-    - Azure 2023 (CSV): `TIMESTAMP` (UTC), `ContextTokens`, `GeneratedTokens`.
+    - Azure 2023 (CSV): `TIMESTAMP` (UTC, or with an offset), `ContextTokens`, `GeneratedTokens`.
     - Vidur (CSV): `num_prefill_tokens`, `num_decode_tokens`, and mostly `arrived_at` (seconds).
     - BurstGPT (CSV): `Timestamp` (seconds), `Request tokens`, `Response tokens`; a `Session ID` becomes the
       client. Failed requests have 0 response tokens.
-    - Mooncake (JSON lines), known by its `hash_ids`: `timestamp` (milliseconds), `input_length` and
+    - Mooncake (JSON), known by its `hash_ids`: `timestamp` (milliseconds), `input_length` and
       `output_length` (tokens) and one id for each 512 tokens of the prompt and one for the rest. Equal ids
       stand for equal tokens behind equal tokens, which are not published. Here they depend on the id alone,
       so prompts share KV just where their ids are equal. Other keys are ignored.
-    - A workload file: one JSON object a line with the keys `id`, `arrival`, `prompt`, `max_tokens`,
+    - Qwen (JSON), known by its `chat_id`: as Mooncake, with seconds, and an id for each 16 tokens.
+    - ShareGPT (JSON), known by its `conversations`: the prompt is all text before the first answer to a user,
+      with blank lines between; the output is as long as that answer, at 4 bytes a token. All arrive at 0.
+    - An OpenAI batch file (JSON), known by `body`: the prompt is the text of `messages`, with blank lines
+      between and without a chat template; `max_tokens` is needed. Sampling parameters that are not given have
+      their defaults here, and other keys are ignored. All arrive at 0.
+    - A workload file (JSON): objects with the keys `id`, `arrival`, `prompt`, `max_tokens`,
       `priority`, `client`, `deadline` and those of `SamplingParams` except `num_logprobs`; only `prompt`
       (text, token ids, or a length in tokens) and `max_tokens` are needed, and null means not given. Times
       are seconds since the start of the run. A request without an id is named by its position, from "0".
 
-    Blank lines are skipped, and byte order marks and line ends of CRLF accepted. Requests of a trace run to
-    their recorded length (`ignore_eos`). Of the CSV files, arrivals count from the earliest row, and two
-    repairs are counted: rows out of order are sorted by arrival, and failed requests are left out.
+    JSON is one object a line, an array, or objects one behind another. The columns of CSV may be parted by
+    semicolons or tabs. A file may be packed by gzip, bzip2 or xz, whatever its name. Blank lines are skipped,
+    and byte order marks and line ends of CRLF accepted. Requests of a trace run to their recorded length
+    (`ignore_eos`). Of the CSV files, arrivals count from the earliest row, and two repairs are counted: rows
+    out of order are sorted by arrival, and failed requests are left out.
+
+    No digit of a trace's times is lost. Where the earliest is 10^9 or more, they count from 1970, in seconds,
+    milliseconds, microseconds or nanoseconds, as the number of digits tells; arrivals then begin at 0.
 
     A whole Mooncake trace of long prompts takes gigabytes, 8 bytes a token. `tokens_per_id=1` turns each id
     into one token, so that a KV block of 1 token stands for 512: a prompt is then the tuple of its ids. That
@@ -159,56 +195,57 @@ def read_trace(
     Args:
         source: A path, or a public trace's name, or a name in the folder that CBRESEARCH_DATA names.
         rng: Draws what `rate` or `spread` leave to chance; needed only there.
-        n: Read so many lines only.
+        n: Read so many requests only.
         speed: Divide every interval by it, see `scale_rate`: 2 is twice the rate in half the time.
-        rate: Requests per second of a Poisson process, for a Vidur file without arrivals, whose requests
-            otherwise all arrive at 0.
+        rate: Requests per second of a Poisson process, for a file without arrivals (Vidur's, ShareGPT, OpenAI
+            batches), whose requests otherwise all arrive at 0.
         failures: What becomes of BurstGPT's failed requests: "skip" leaves them out and counts them, "reject"
             puts a `Rejected` in their place.
         spread: Spread Mooncake's arrivals inside their ticks of 3 seconds, see `spread_arrivals`.
-        tokens_per_id: Tokens that an id of a Mooncake trace stands for, 1 to 512; prompts become shorter in
-            proportion, outputs stay. From 4 on, all token ids are below 256, which every vocabulary has, and
-            different ids have at most 3 tokens in common before they part; below 4 an id is its own token.
+        tokens_per_id: Tokens that an id of a Mooncake or a Qwen trace stands for; by default, and at most,
+            those of its block, 512 or 16. Prompts become shorter in proportion, outputs stay. From 8 on (from
+            4 on for ids below 2^32), all token ids are below 256, which every vocabulary has, and different
+            ids have at most 7 (3) tokens in common before they part; below, an id is its own token.
 
     Raises:
         ValueError: No such file exists, it holds no request, or an option is out of range or not one of its
             kind.
     """
-    name = os.fspath(source)
-    require(n is None or n >= 1, f"workload {name!r}: option n", n, "it must be a whole number of at least 1")
-    lines = numbered_lines(_content(name))
-    kind = readers.kind_of(name, lines)
+    name = _name(source)
+    n = None if n is None else count(f"workload {name!r}: option n", n)
+    content = _content(name)
+    kind = readers.kind_of(name, content)
     given = {"rate": rate is not None, "failures": failures != "skip", "spread": spread}
-    given["tokens_per_id"] = tokens_per_id != readers.BLOCK_TOKENS
+    given["tokens_per_id"] = tokens_per_id is not None
     for option in filter(given.get, given):
-        where = {"rate": "vidur_lengths", "failures": "burstgpt"}.get(option, "mooncake")
-        if kind != where:
+        if kind not in _KINDS[option]:
+            where = " or ".join(_KINDS[option])
             instead = "; scale its arrivals by speed" if option == "rate" else ""
             raise ValueError(f"workload {name!r} is of the kind {kind}; {option} is for {where}{instead}")
-    if rng is None and (rate is not None or spread):
-        raise ValueError(f"workload {name!r}: rate and spread draw arrivals; give a random generator as rng")
+    if rate is not None or spread:
+        check_rng(rng)
     rng = rng if rng is not None else np.random.default_rng(0)
-    example = readers.EXAMPLES.get(kind, "a row that the header describes")
     repairs: dict[str, int] = {}
     if kind in readers.TABLES:
-        requests, repairs = readers.read_rows(lines[: n and n + 1], kind, rng, rate, failures)
-    elif kind == "mooncake":
-        is_possible = type(tokens_per_id) is int and 1 <= tokens_per_id <= readers.BLOCK_TOKENS
-        require(is_possible, "tokens_per_id", tokens_per_id, f"it must be from 1 to {readers.BLOCK_TOKENS}")
-        requests = readers.read_json(lines[:n], partial(readers.mooncake_request, tokens_per_id), example)
+        lines = numbered_lines(content)
+        requests, repairs = readers.read_rows(lines[: n and n + 1], kind, failures)
     else:
-        requests = readers.read_json(lines[:n], readers.workload_request, example)
+        requests = readers.read_json(islice(readers.records_of(content), n), kind, tokens_per_id)
     if not requests:
+        example = readers.EXAMPLES.get(kind, "a row that the header describes")
         raise ValueError(f"workload {name!r} is empty; write one request a line, such as {example}")
+    if rate is not None:
+        times = Poisson(rate)(rng, len(requests)).tolist()
+        requests = [replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
     requests = spread_arrivals(requests, rng, MOONCAKE_TICK) if spread else requests
     return TraceFile(kind, scale_rate(requests, speed) if speed != 1 else requests, repairs)
 
 
 def find(name: str | os.PathLike[str]) -> Path | None:
     """Return where a file is: at this path, or of this name in the folder that CBRESEARCH_DATA names."""
-    folder = os.environ.get("CBRESEARCH_DATA")
+    name, folder = os.path.expanduser(_name(name)), os.environ.get("CBRESEARCH_DATA")
     paths = [Path(name), Path(folder) / name] if folder else [Path(name)]
-    return next((path for path in paths if os.fspath(name) and path.exists()), None)
+    return next((path for path in paths if name and os.path.exists(path)), None)
 
 
 def fetch(name: str, downloader: Callable[[str, str, object], None] | None = None) -> Path:
@@ -224,6 +261,8 @@ def fetch(name: str, downloader: Callable[[str, str, object], None] | None = Non
     Raises:
         ValueError: The file is not the published one, or cannot be had; the message says what to do.
     """
+    if name not in TRACES:
+        raise ValueError(f"unknown trace {name!r}; {names.suggestion(name, TRACES)}")
     trace = TRACES[name]
     folder = os.environ.get("CBRESEARCH_DATA")
     if folder and (path := Path(folder) / trace.file).is_file():
@@ -253,15 +292,44 @@ def _digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
+def _name(source: str | os.PathLike[str]) -> str:
+    try:
+        return os.fsdecode(source)
+    except TypeError:
+        raise ValueError(f"the workload is {source!r}; give a name such as 'chat24', or a path") from None
+
+
 def _content(name: str) -> bytes:
-    if name.lower().endswith(_UNREAD_ENDINGS):
-        known = f"a preset ({', '.join(PRESETS)}), a CSV trace, or a JSON-lines file (.jsonl)"
-        raise ValueError(f"workload {name!r}: files with this ending are not read; give {known}")
     path = fetch(name) if name in TRACES else find(name)
     if path is None:
         near = names.suggestion(name.partition(":")[0], [*PRESETS, *TRACES])
         raise ValueError(f"workload {name!r} is neither a preset nor a file; {near}")
     try:
-        return path.read_bytes()
+        content = path.read_bytes()
     except OSError as error:
         raise ValueError(f"workload {name!r} cannot be read: {error.strerror}; name a file") from error
+    try:
+        # Imported where they are needed: some builds of Python lack one.
+        if content.startswith(b"\x1f\x8b"):
+            import gzip
+
+            content = gzip.decompress(content)
+        elif content.startswith(b"BZh"):
+            import bz2
+
+            content = bz2.decompress(content)
+        elif content.startswith(b"\xfd7zXZ\x00"):
+            import lzma
+
+            content = lzma.decompress(content)
+    # What an unpacker raises is up to it; whatever it is, the remedy is the same.
+    except Exception as error:
+        remedy = "the file was cut or spoilt, fetch it again"
+        raise ValueError(f"workload {name!r} cannot be unpacked: {error}; {remedy}") from error
+    first = content.partition(b"\n")[0].rstrip(b"\r")
+    said = [said for start, said in _NO_TEXT.items() if content.lstrip().startswith(start)]
+    said += ["text in UTF-16, or binary; save it as text in UTF-8"] * (b"\0" in content[:2])
+    said += ["text with line ends of CR alone; save it with those of LF"] * (b"\r" in first)
+    if said:
+        raise ValueError(f"workload {name!r} is {said[0]}")
+    return content

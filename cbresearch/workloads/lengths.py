@@ -8,14 +8,18 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from cbresearch.checks import count, real
 from cbresearch.request import Rejected, Request
-from cbresearch.workloads.common import Rng, checked, require
+from cbresearch.workloads.common import Rng, checked, checked_requests, require
 
 Tokens = NDArray[np.int64]
 Fractions = NDArray[np.float64]
 
 Draw = Callable[[Rng, int], Tokens]
 """Draws so many lengths in tokens, each at least 1; a plain function of your own will do."""
+
+_MOST_TOKENS = 2**40
+"""Longest length that is drawn, so that none exceeds an integer of 64 bits."""
 
 DrawPairs = Callable[[Rng, int], tuple[Tokens, Tokens]] | tuple[Draw, Draw]
 """Draws so many prompt lengths, and the output lengths that belong to them; two `Draw` are independent."""
@@ -89,15 +93,14 @@ class Geometric(Lengths):
 
     def __post_init__(self) -> None:
         _check_range(self.minimum, self.minimum)
-        is_possible = self.minimum <= self.mean < math.inf
-        require(is_possible, "mean", self.mean, f"it must be finite, and at least minimum = {self.minimum}")
+        real("mean", self.mean, self.minimum, _MOST_TOKENS)
 
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the whole length at each fraction."""
         if self.mean == self.minimum:
             return np.full(len(fractions), float(self.minimum))
-        going_on = 1 - 1 / (self.mean - self.minimum + 1)
-        return np.asarray(self.minimum + np.floor(np.log1p(-fractions) / math.log(going_on)))
+        going_on = math.log1p(-1 / (self.mean - self.minimum + 1))
+        return np.asarray(self.minimum + np.floor(np.log1p(-fractions) / going_on))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +127,14 @@ class Lognormal(Lengths):
     _location: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        _check_range(self.minimum, self.maximum)
+        real("sigma", self.sigma, 0, 10)
         least, most, reach = self.minimum, self.maximum, 10 * self.sigma
-        _check_range(least, most)
-        require(0 <= self.sigma <= 10, "sigma", self.sigma, "it must lie between 0 and 10")
         location = math.nan
         if self.sigma:
             location = _solved(self._clipped_mean, self.mean, math.log(least) - reach, math.log(most) + reach)
         else:
-            require(least <= self.mean <= most, "mean", self.mean, f"it must lie between {least} and {most}")
+            real("mean", self.mean, least, most)
         object.__setattr__(self, "_location", location)
 
     def __call__(self, rng: Rng, num_requests: int) -> Tokens:
@@ -188,8 +191,9 @@ class Zipf(Lengths):
     minimum: int = 1
 
     def __post_init__(self) -> None:
-        _check_range(self.minimum, self.maximum)
-        require(0 <= self.exponent < math.inf, "exponent", self.exponent, "it must be finite, 0 or more")
+        # It is summed over all lengths.
+        _check_range(self.minimum, self.maximum, 2**24)
+        real("exponent", self.exponent)
 
     @property
     def mean(self) -> float:
@@ -253,7 +257,12 @@ class Quantiles(Lengths):
     _power: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        fractions, lengths = np.array(self.points).T
+        points = np.asarray(self.points)
+        is_table = points.ndim == 2 and points.shape[1] == 2 and points.dtype.kind in "iuf"
+        require(
+            is_table, "points", self.points, "give pairs of numbers, such as ((0, 1), (0.5, 20), (1, 90))"
+        )
+        fractions, lengths = points.T
         if fractions[0] != 0 or fractions[-1] != 1 or np.any(np.diff(fractions) <= 0):
             raise ValueError(f"the fractions are {fractions.tolist()}; they must grow from 0 to 1")
         if lengths[0] < 1 or np.any(np.diff(lengths) < 0) or not math.isfinite(lengths[-1]):
@@ -307,7 +316,10 @@ class Coupled:
     correlation: float = 0.0
 
     def __post_init__(self) -> None:
-        require(-1 <= self.correlation <= 1, "correlation", self.correlation, "it must lie between -1 and 1")
+        for name in ("prompts", "outputs"):
+            lengths = getattr(self, name)
+            require(isinstance(lengths, Lengths), name, lengths, "give a distribution, such as Fixed(100)")
+        real("correlation", self.correlation, -1, 1)
 
     def __call__(self, rng: Rng, num_requests: int) -> tuple[Tokens, Tokens]:
         """Return so many prompt lengths and output lengths."""
@@ -345,7 +357,7 @@ class Joint:
     @classmethod
     def of(cls, requests: Iterable[Request | Rejected]) -> "Joint":
         """Return the pairs of a trace's requests, rejected ones left out."""
-        known = [request for request in requests if isinstance(request, Request)]
+        known = [request for request in checked_requests(requests) if isinstance(request, Request)]
         return cls(tuple(request.num_prompt_tokens for request in known), tuple(map(true_length, known)))
 
     def __call__(self, rng: Rng, num_requests: int) -> tuple[Tokens, Tokens]:
@@ -360,18 +372,24 @@ def checked_lengths(drawn: Sequence[int] | Tokens, number: int) -> list[int]:
     return [int(length) for length in checked("length", drawn, number, 1, remedy, whole=True)]
 
 
+def drawn_lengths(draw: Draw, rng: Rng, number: int) -> list[int]:
+    """Draw lengths and check them; raises ValueError."""
+    require(callable(draw), "the lengths", draw, "give a distribution, such as Fixed(100)")
+    return checked_lengths(draw(rng, number), number)
+
+
 def true_length(request: Request) -> int:
     """Return the output tokens that a request comes to: its `output_length`, at most `max_tokens`."""
     return min(request.output_length or request.max_tokens, request.max_tokens)
 
 
-def _check_range(minimum: int, maximum: int) -> None:
-    if not 1 <= minimum <= maximum:
-        raise ValueError(f"lengths from {minimum!r} to {maximum!r}: need 1 <= minimum <= maximum")
+def _check_range(minimum: int, maximum: int, most: int = _MOST_TOKENS) -> None:
+    count("minimum of the lengths", minimum, 1, most)
+    count("maximum of the lengths", maximum, minimum, most)
 
 
 def _check_factor(mean: float, factor: float) -> None:
-    scaled = mean * factor
+    scaled = mean * real("size", factor)
     remedy = f"it makes a mean of {mean!r} tokens one of {scaled:.4g}; give a size above {1 / mean:.4g}"
     require(1 < scaled < math.inf, "size", factor, remedy)
 
@@ -380,6 +398,7 @@ def _solved(mean_of: Callable[[float], float], mean: float, low: float, high: fl
     """Return the parameter from low to high that makes a mean, which grows with it; raises ValueError."""
     from scipy.optimize import brentq
 
+    real("mean", mean)
     least, most = mean_of(low), mean_of(high)
     if least == mean == most:
         return low
@@ -394,6 +413,7 @@ def _rounded(rng: Rng, values: Fractions) -> Tokens:
     return np.asarray(whole + (rng.random(len(values)) < values - whole), dtype=np.int64)
 
 
-def _measured(lengths: Sequence[int]) -> list[int]:
+def _measured(lengths: Iterable[int]) -> list[int]:
+    lengths = tuple(lengths)
     require(len(lengths) > 0, "the number of lengths to draw from", 0, "give at least one")
     return checked_lengths(lengths, len(lengths))

@@ -1,6 +1,5 @@
 """Predicted output lengths: what a size-based policy is told in the place of the truth."""
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,8 +9,9 @@ from types import MappingProxyType
 import numpy as np
 
 from cbresearch import names
+from cbresearch.checks import count, real
 from cbresearch.request import Rejected, Request
-from cbresearch.workloads.common import Requests, Rng, require
+from cbresearch.workloads.common import Requests, Rng, checked_requests, require
 from cbresearch.workloads.lengths import true_length
 
 Predictor = Callable[[Sequence[Request], Rng], Sequence[int | None]]
@@ -32,7 +32,7 @@ def noisy(sigma: float) -> Predictor:
     Args:
         sigma: Standard deviation of the factor's logarithm; 0 is the oracle.
     """
-    require(0 <= sigma < math.inf, "sigma", sigma, "give a finite number, 0 or more")
+    sigma = real("sigma", sigma)
 
     def predict(requests: Sequence[Request], rng: Rng) -> Sequence[int | None]:
         factors = np.exp(sigma * rng.standard_normal(len(requests))).tolist()
@@ -48,7 +48,7 @@ def buckets(width: int) -> Predictor:
     Args:
         width: Tokens of a bucket: 1 to `width` are the first.
     """
-    require(width >= 1, "width", width, "give a number of tokens, 1 or more")
+    width = count("width", width)
     return lambda requests, rng: [-(-true_length(request) // width) * width for request in requests]
 
 
@@ -58,7 +58,7 @@ def constant(tokens: int) -> Predictor:
     Args:
         tokens: The predicted length.
     """
-    require(tokens >= 1, "tokens", tokens, "give a number of tokens, 1 or more")
+    tokens = count("tokens", tokens)
     return lambda requests, rng: [tokens] * len(requests)
 
 
@@ -71,7 +71,7 @@ def history(token_seconds: float = 0.05) -> Predictor:
     Args:
         token_seconds: Seconds that a token of output takes.
     """
-    require(0 <= token_seconds < math.inf, "token_seconds", token_seconds, "give a finite time, 0 or more")
+    token_seconds = real("token_seconds", token_seconds)
 
     def predict(requests: Sequence[Request], rng: Rng) -> Sequence[int | None]:
         predicted: list[int | None] = [None] * len(requests)
@@ -109,7 +109,13 @@ def predict(requests: Requests, predictor: str | Predictor, rng: Rng) -> list[Re
         ValueError: The name or an option is unknown, missing or out of range.
     """
     chosen = names.build("predictor", predictor, PREDICTORS) if isinstance(predictor, str) else predictor
-    lengths = iter(chosen([request for request in requests if isinstance(request, Request)], rng))
+    require(callable(chosen), "predictor", chosen, "give a function, or a name such as 'oracle'")
+    requests = checked_requests(requests)
+    known = [request for request in requests if isinstance(request, Request)]
+    predicted = list(chosen(known, rng))
+    if len(predicted) != len(known):
+        raise ValueError(f"{len(predicted)} predictions for {len(known)} requests; give each request one")
+    lengths = iter(predicted)
     return [
         replace(request, predicted_output=next(lengths)) if isinstance(request, Request) else request
         for request in requests

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from cbresearch.checks import count
 from cbresearch.request import Prompt, Rejected, Request, SamplingParams
 from cbresearch.workloads.arrivals import Arrivals, draw_times
-from cbresearch.workloads.common import Rng, check_text, independent_generators, require
-from cbresearch.workloads.lengths import Draw, DrawPairs, Zipf, checked_lengths
+from cbresearch.workloads.common import Rng, check_rng, check_text, checked_requests, require, split_rng
+from cbresearch.workloads.lengths import Draw, DrawPairs, Zipf, checked_lengths, drawn_lengths
 
 Encode = Callable[[str], Sequence[int]]
 
@@ -39,12 +41,12 @@ class Prefixes:
     exponent: float = 0.0
 
     def __post_init__(self) -> None:
-        require(self.count >= 1, "count", self.count, "give at least one prefix")
+        count("count of prefixes", self.count)
         Zipf(self.exponent, self.count)
 
     def draw(self, rng: Rng, num_requests: int) -> list[tuple[int, ...]]:
         """Return the prefix that each of so many requests begins with, as token ids."""
-        lengths = checked_lengths(self.lengths(rng, self.count), self.count)
+        lengths = drawn_lengths(self.lengths, rng, self.count)
         known = [draw_tokens(rng, length) for length in lengths]
         chosen = Zipf(self.exponent, self.count).quantile(rng.random(num_requests))
         return [known[int(place) - 1] for place in chosen]
@@ -80,7 +82,7 @@ def make_requests(
     Raises:
         ValueError: What was drawn are no arrivals or no lengths.
     """
-    for_times, for_lengths, for_prefixes = independent_generators(rng, 3)
+    for_times, for_lengths, for_prefixes = split_rng(rng, 3)
     times = draw_times(arrivals, for_times, num_requests)
     prompts, outputs = checked_pairs(lengths, for_lengths, num_requests)
     if prefixes is None:
@@ -121,10 +123,11 @@ def resolve_prompts(
     Raises:
         ValueError: `vocab_size` is below 1.
     """
-    require(vocab_size is None or vocab_size >= 1, "vocab_size", vocab_size, "it must be at least 1, or None")
+    vocab_size = None if vocab_size is None else count("vocab_size", vocab_size)
+    check_rng(rng)
     seed = int(rng.integers(2**63))
     resolved: list[Request | Rejected] = []
-    for position, request in enumerate(requests):
+    for position, request in enumerate(checked_requests(requests)):
         if isinstance(request, Request):
             try:
                 prompt = _resolved(request.prompt, encode, vocab_size, [seed, position])
@@ -137,9 +140,9 @@ def resolve_prompts(
 
 def _resolved(prompt: Prompt, encode: Encode | None, vocab_size: int | None, seed: list[int]) -> Prompt:
     if isinstance(prompt, str):
-        content = check_text("the prompt", prompt)
+        num_tokens = estimated_tokens("the prompt", prompt)
         if encode is None:
-            return -(-len(content) // 4)
+            return num_tokens
         text, prompt = prompt, tuple(encode(prompt))
         require(len(prompt) > 0, "the prompt", text, "it encodes to no token; give at least one")
     if vocab_size is None:
@@ -153,6 +156,11 @@ def _resolved(prompt: Prompt, encode: Encode | None, vocab_size: int | None, see
     return prompt
 
 
+def estimated_tokens(key: str, text: str) -> int:
+    """Return about how many tokens a text has: a quarter of its bytes in UTF-8, rounded up."""
+    return -(-len(check_text(key, text)) // 4)
+
+
 def draw_tokens(rng: Rng, num_tokens: int) -> tuple[int, ...]:
     """Return so many token ids, each of 1 to 255 equally likely.
 
@@ -163,5 +171,9 @@ def draw_tokens(rng: Rng, num_tokens: int) -> tuple[int, ...]:
 
 def checked_pairs(lengths: DrawPairs, rng: Rng, number: int) -> tuple[list[int], list[int]]:
     """Draw prompt and output lengths and check them; raises ValueError."""
-    drawn = [draw(rng, number) for draw in lengths] if isinstance(lengths, tuple) else lengths(rng, number)
+    if isinstance(lengths, tuple) and len(lengths) == 2:
+        return drawn_lengths(lengths[0], rng, number), drawn_lengths(lengths[1], rng, number)
+    drawn: Any = lengths(rng, number) if callable(lengths) else None
+    remedy = "give those of prompts and of outputs, such as (Fixed(100), Fixed(20))"
+    require(np.shape(drawn)[:1] == (2,), "lengths", lengths, remedy)
     return checked_lengths(drawn[0], number), checked_lengths(drawn[1], number)

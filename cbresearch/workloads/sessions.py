@@ -1,6 +1,5 @@
 """Closed loops: users that wait for each answer before their next request, chats of many turns, agents."""
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -8,11 +7,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from cbresearch.checks import count, real
 from cbresearch.request import Prompt, Request
 from cbresearch.trace import RequestRecord
 from cbresearch.workloads.arrivals import Arrivals, draw_times
-from cbresearch.workloads.common import Rng, checked, independent_generators, require, require_positive
-from cbresearch.workloads.lengths import Draw, DrawPairs, checked_lengths
+from cbresearch.workloads.common import Rng, checked, split_rng
+from cbresearch.workloads.lengths import Draw, DrawPairs, drawn_lengths
 from cbresearch.workloads.requests import TO_THE_END, Prefixes, checked_pairs, draw_tokens
 
 Pause = float | Callable[[Rng, int], NDArray[np.float64]]
@@ -37,7 +37,7 @@ class Exponential:
     mean: float
 
     def __post_init__(self) -> None:
-        require_positive("mean", self.mean, "seconds")
+        real("mean", self.mean, positive=True, unit="seconds")
 
     def __call__(self, rng: Rng, number: int) -> NDArray[np.float64]:
         """Return so many pauses in seconds."""
@@ -157,7 +157,7 @@ class Sessions:
         Raises:
             ValueError: `token_seconds` is negative or not finite.
         """
-        require(0 <= token_seconds < math.inf, "token_seconds", token_seconds, "it must be finite, 0 or more")
+        token_seconds = real("token_seconds", token_seconds)
         requests = []
         for session in self.sessions:
             now, said = 0.0, None
@@ -186,9 +186,9 @@ def closed_loop(
     Raises:
         ValueError: A number is below 1, or what was drawn are no lengths or no pauses.
     """
-    require(num_users >= 1, "num_users", num_users, "it must be at least 1")
-    require(requests_per_user >= 1, "requests_per_user", requests_per_user, "it must be at least 1")
-    for_lengths, for_pauses = independent_generators(rng, 2)
+    num_users = count("num_users", num_users)
+    requests_per_user = count("requests_per_user", requests_per_user)
+    for_lengths, for_pauses = split_rng(rng, 2)
     number = num_users * requests_per_user
     prompts, outputs = checked_pairs(lengths, for_lengths, number)
     turns = [Turn(*turn) for turn in zip(prompts, outputs, _pauses(think, for_pauses, number), strict=True)]
@@ -225,14 +225,15 @@ def conversations(
     Raises:
         ValueError: What was drawn are no arrivals, lengths or pauses.
     """
-    for_times, for_turns, for_texts, for_outputs, for_pauses, for_tokens = independent_generators(rng, 6)
+    for_times, for_turns, for_texts, for_outputs, for_pauses, for_tokens = split_rng(rng, 6)
     times = draw_times(arrivals, for_times, num_sessions)
+    max_context = None if max_context is None else count("max_context", max_context)
     begins = [()] * num_sessions if prefixes is None else prefixes.draw(for_tokens, num_sessions)
-    numbers = checked_lengths(turns(for_turns, num_sessions), num_sessions)
+    numbers = drawn_lengths(turns, for_turns, num_sessions)
     sessions = []
     for place, (start, begin, number) in enumerate(zip(times, begins, numbers, strict=True)):
-        new = checked_lengths(texts(for_texts, number), number)
-        answers = checked_lengths(outputs(for_outputs, number), number)
+        new = drawn_lengths(texts, for_texts, number)
+        answers = drawn_lengths(outputs, for_outputs, number)
         pauses = [start, *_pauses(think, for_pauses, number)[1:]]
         made, context = [], len(begin)
         for turn, (length, output, pause) in enumerate(zip(new, answers, pauses, strict=True)):
@@ -253,5 +254,5 @@ def _joined(before: Prompt, new: tuple[int, ...] | int) -> Prompt:
 
 
 def _pauses(pause: Pause, rng: Rng, number: int) -> list[float]:
-    drawn = pause(rng, number) if callable(pause) else np.full(number, float(pause))
+    drawn = pause(rng, number) if callable(pause) else np.full(number, real("think", pause))
     return checked("pause", drawn, number, 0, "think must give finite seconds, 0 or more", whole=False)

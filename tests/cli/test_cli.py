@@ -329,8 +329,8 @@ def test_the_files_have_a_progress_bar(tmp_path, capsys, monkeypatch):
     assert "results: 100%" in error and "4/4" in error
 
 
-def test_a_workload_without_requests_says_so_and_ends_with_1(tmp_path, capsys):
-    assert main(simulate_arguments(tmp_path, workload="chat:n=0")) == 1
+def test_a_workload_without_requests_is_bad_input(tmp_path, capsys):
+    assert main(simulate_arguments(tmp_path, workload="chat:n=0")) == 2
     assert "no requests" in capsys.readouterr().err
 
 

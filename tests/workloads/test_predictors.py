@@ -124,6 +124,17 @@ def test_predict_changes_the_prediction_alone_and_keeps_rejections_in_place():
     assert predict(found, lambda some, source: [None] * len(some), rng()) == given
 
 
+def test_predict_reads_an_iterator_once_and_keeps_every_request():
+    given = [Request("a", 1, 3), Rejected("b", "no"), Request("c", 1, 5)]
+    assert [r.id for r in predict(iter(given), "oracle", rng())] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("answer", [[1], [1, 2, 3], iter([])])
+def test_predictor_of_another_number_of_lengths_raises(answer):
+    with pytest.raises(ValueError, match=r"\d predictions for 2 requests; give each request one"):
+        predict([Request("a", 1, 3), Request("b", 1, 3)], lambda some, source: answer, rng())
+
+
 @pytest.mark.parametrize(
     ("predictor", "problem"),
     [

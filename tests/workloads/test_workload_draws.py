@@ -290,23 +290,26 @@ IMPOSSIBLE = {
     "burstiness": (lambda: Gamma(1.0, -1), "burstiness is -1; it must be a positive number"),
     "on": (lambda: OnOff(1.0, 0, 1), "on_seconds is 0"),
     "off": (lambda: OnOff(1.0, 1, math.inf), "off_seconds is inf"),
-    "off rate": (lambda: OnOff(1.0, 1, 1, off_rate=2.0), r"off_rate is 2.0; .* between 0 and rate = 1.0"),
+    "off rate": (lambda: OnOff(1.0, 1, 1, off_rate=2.0), "off_rate is 2.0; it must be a number from 0 to 1"),
     "at": (lambda: AtOnce(-1.0), "at is -1.0; it must be a finite number of seconds"),
     "unsorted": (lambda: Recorded((1.0, 0.5)), "arrival 1 is 0.5, behind 1.0"),
     "no time": (lambda: Recorded((1.0, math.nan)), "arrival 1 is nan"),
-    "fixed": (lambda: Fixed(0), "from 0 to 0"),
-    "uniform": (lambda: Uniform(5, 4), "from 5 to 4"),
-    "geometric": (lambda: Geometric(0.5), "mean is 0.5; it must be finite, and at least minimum = 1"),
+    "fixed": (lambda: Fixed(0), "minimum of the lengths is 0; it must be an integer from 1"),
+    "uniform": (lambda: Uniform(5, 4), "maximum of the lengths is 4; it must be an integer from 5"),
+    "geometric": (lambda: Geometric(0.5), "mean is 0.5; it must be a number from 1 to"),
     "zipf": (lambda: Zipf(-1, 5), "exponent is -1"),
     "lognormal": (
         lambda: Lognormal(500, 1.0, 384),
         "mean is 500; it must lie between 1 and 384, and off both",
     ),
     "lognormal at its bound": (lambda: Lognormal(384, 1.0, 384), "mean is 384; .* between 1 and 384"),
-    "lognormal of no spread": (lambda: Lognormal(0.5, 0, 384), "mean is 0.5; .* between 1 and 384"),
+    "lognormal of no spread": (
+        lambda: Lognormal(0.5, 0, 384),
+        "mean is 0.5; it must be a number from 1 to 384",
+    ),
     "lognormal of no mean": (lambda: Lognormal(math.nan, 1.0, 384), "mean is nan"),
-    "sigma": (lambda: Lognormal(54, math.nan, 384), "sigma is nan; it must lie between 0 and 10"),
-    "minimum": (lambda: Lognormal(54, 1.0, 384, minimum=0), "from 0 to 384"),
+    "sigma": (lambda: Lognormal(54, math.nan, 384), "sigma is nan; it must be a number from 0 to 10"),
+    "minimum": (lambda: Lognormal(54, 1.0, 384, minimum=0), "minimum of the lengths is 0"),
     "infinite rate": (lambda: Poisson(math.inf), "rate is inf"),
     "nothing": (lambda: Empirical(()), "number of lengths to draw from is 0; give at least one"),
     "half a token": (lambda: Empirical((5, 1.5)), "length 1 is 1.5; lengths are whole numbers"),
@@ -314,13 +317,19 @@ IMPOSSIBLE = {
     "fractions": (lambda: Quantiles(5, ((0, 1), (0.9, 9))), r"fractions are .*; they must grow from 0 to 1"),
     "falling": (lambda: Quantiles(5, ((0, 1), (0.5, 9), (1, 8))), "at least 1 and grow"),
     "mean": (lambda: Quantiles(900, ((0, 7), (0.5, 129), (1, 1000))), r"mean is 900; .* between \d"),
-    "correlation": (lambda: Coupled(Fixed(1), Fixed(1), 1.5), "correlation is 1.5; .* between -1 and 1"),
-    "prefixes": (lambda: Prefixes(0, Fixed(1)), "count is 0; give at least one prefix"),
+    "correlation": (
+        lambda: Coupled(Fixed(1), Fixed(1), 1.5),
+        "correlation is 1.5; it must be a number from -1 to 1",
+    ),
+    "prefixes": (
+        lambda: Prefixes(0, Fixed(1)),
+        "count of prefixes is 0; it must be an integer of at least 1",
+    ),
     "pause": (lambda: Exponential(0), "mean is 0"),
     "users": (lambda: closed_loop(0, 1, (Fixed(1), Fixed(1)), rng()), "num_users is 0"),
     "think": (
         lambda: closed_loop(1, 1, (Fixed(1), Fixed(1)), rng(), think=-1.0),
-        "pause 0 is -1.0; think must give finite seconds, 0 or more",
+        "think is -1.0; it must be a finite number, 0 or more",
     ),
     "factor": (lambda: workloads.scale_rate([], 0), "factor is 0"),
     "own arrivals": (
@@ -340,6 +349,92 @@ IMPOSSIBLE = {
         "length 0 is 0; lengths are whole numbers of at least 1 token",
     ),
 }
+
+
+PAIR = (Fixed(1), Fixed(1))
+SESSION = {"turns": Fixed(1), "texts": Fixed(1), "outputs": Fixed(1), "think": 0.0}
+OF_NO_NUMBER = {
+    "rate": Poisson,
+    "burstiness": lambda it: Gamma(1.0, it),
+    "on_seconds": lambda it: OnOff(1.0, it, 1),
+    "off_seconds": lambda it: OnOff(1.0, 1, it),
+    "off_rate": lambda it: OnOff(1.0, 1, 1, it),
+    "window_seconds": lambda it: OnOff(1.0, 1, 1).dispersion(it),
+    "at": AtOnce,
+    "factor": lambda it: workloads.scale_rate([], it),
+    "tick": lambda it: workloads.spread_arrivals([], rng(), it),
+    "minimum of the lengths": lambda it: Uniform(it, 5),
+    "maximum of the lengths": lambda it: Uniform(1, it),
+    "mean of Geometric": Geometric,
+    "mean of Lognormal": lambda it: Lognormal(it, 1.0, 384),
+    "mean of Quantiles": lambda it: Quantiles(it, ((0, 1), (1, 9))),
+    "mean of Exponential": Exponential,
+    "sigma": lambda it: Lognormal(54, it, 384),
+    "sigma of noisy": workloads.PREDICTORS["noisy"],
+    "token_seconds of history": workloads.PREDICTORS["history"],
+    "width": workloads.PREDICTORS["buckets"],
+    "tokens": workloads.PREDICTORS["constant"],
+    "exponent": lambda it: Zipf(it, 5),
+    "points": lambda it: Quantiles(5, it),
+    "correlation": lambda it: Coupled(*PAIR, it),
+    "prompts": lambda it: Coupled(it, Fixed(1)),
+    "count of prefixes": lambda it: Prefixes(it, Fixed(1)),
+    "lengths of Prefixes": lambda it: Prefixes(1, it).draw(rng(), 1),
+    "lengths of turns": lambda it: conversations(AtOnce(), 1, rng(), **(SESSION | {"turns": it})),
+    "lengths of texts": lambda it: conversations(AtOnce(), 1, rng(), **(SESSION | {"texts": it})),
+    "max_context": lambda it: conversations(AtOnce(), 1, rng(), **SESSION, max_context=it),
+    "request 0 of the workload": lambda it: workloads.merge([[it]]),
+    "request 0 of the workload to scale": lambda it: workloads.scale_rate([it], 2),
+    "request 0 of the workload to resolve": lambda it: workloads.resolve_prompts([it], None, 9, rng()),
+    "request 0 of the workload to predict": lambda it: workloads.predict([it], "oracle", rng()),
+    "request 0 of the workload to spread": lambda it: workloads.spread_arrivals([it], rng(), 3.0),
+    "request 0 of the workload to draw from": lambda it: Joint.of([it]),
+    "size": lambda it: workloads.chat(rng(), size=it),
+    "size of rag": lambda it: workloads.rag(rng(), size=it),
+    "rate of a preset": lambda it: workloads.agents(rng(), rate=it),
+    "the number of requests": lambda it: workloads.code(rng(), n=it),
+    "arrivals": lambda it: make_requests(it, PAIR, 3, rng()),
+    "lengths": lambda it: make_requests(AtOnce(), it, 3, rng()),
+    "lengths of both": lambda it: make_requests(AtOnce(), (it, it), 3, rng()),
+    "num_users": lambda it: closed_loop(it, 1, PAIR, rng()),
+    "requests_per_user": lambda it: closed_loop(1, it, PAIR, rng()),
+    "think": lambda it: closed_loop(1, 1, PAIR, rng(), think=it),
+    "token_seconds": lambda it: closed_loop(1, 1, PAIR, rng()).flat(it),
+    "vocab_size": lambda it: workloads.resolve_prompts([], None, it, rng()),
+    "predictor": lambda it: workloads.predict([], it, rng()),
+    "rng": lambda it: workloads.load("chat", it),
+    "rng of requests": lambda it: make_requests(AtOnce(), PAIR, 3, it),
+    "rng of prompts": lambda it: workloads.resolve_prompts([], None, 9, it),
+    "the workload": lambda it: workloads.load(it, rng()),
+}
+
+
+@pytest.mark.parametrize("value", [[], math.nan, -1.5, {}, False], ids=repr)
+@pytest.mark.parametrize("name", OF_NO_NUMBER)
+def test_parameter_of_another_kind_raises_a_line_that_names_it_and_its_value(name, value):
+    with pytest.raises(ValueError, match=f"{name.partition(' of ')[0]}.* is ") as caught:
+        OF_NO_NUMBER[name](value)
+    said = str(caught.value)
+    assert repr(value) in said and "; " in said and "\n" not in said
+
+
+def test_lengths_of_a_single_distribution_are_no_pair():
+    with pytest.raises(ValueError, match=r"give those of prompts and of outputs, such as \(Fixed"):
+        make_requests(AtOnce(), Fixed(5), 3, rng())
+
+
+def test_long_geometric_tail_keeps_its_mean():
+    # 1 - 1 / mean is 1 in floats.
+    lengths = Geometric(2.0**39)(rng(), N)
+    assert lengths.min() >= 1 and standard_errors_off(lengths, 2.0**39) < 4
+    for build in (lambda: Geometric(1e30), lambda: Uniform(1, 10**30), lambda: Zipf(1.0, 10**12)):
+        with pytest.raises(ValueError, match="it must be "):
+            build()
+
+
+def test_measured_times_and_lengths_may_come_from_an_iterator():
+    assert Recorded(iter([0.0, 1.5])) == Recorded((0.0, 1.5))
+    assert Empirical(length for length in (3, 2)) == Empirical((3, 2))
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)

@@ -91,5 +91,5 @@ def test_resolve_prompts_takes_numpy_integers_from_an_encoder():
 
 @pytest.mark.parametrize("vocab_size", [0, -1])
 def test_resolve_prompts_raises_without_any_token_id(vocab_size):
-    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; it must be at least 1"):
+    with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; it must be an integer of at least 1"):
         workloads.resolve_prompts([], None, vocab_size, rng())
