@@ -46,7 +46,7 @@ def serve_point(point: Point) -> Trace:
     """Draw a point's requests from its seed alone, and serve them in the simulator."""
     rng = np.random.default_rng(point.seed)
     workload = point.workload
-    given = load(workload, rng) if isinstance(workload, str) else list(workload(rng))
+    given = load(workload, rng) if isinstance(workload, str) else checked_requests(workload(rng))
     requests = expand(resolve_prompts(given, None, None, np.random.default_rng(point.seed)))
     return simulate(requests, point.policy, cost=point.cost, scheduler=point.scheduler, cache=point.cache)
 
@@ -111,9 +111,28 @@ def _run(function: Callable[..., Any], place: int, content: bytes) -> tuple[int,
     import cloudpickle
 
     try:
-        return place, function(*cloudpickle.loads(content)), None
+        try:
+            return place, function(*cloudpickle.loads(content)), None
+        except OSError:
+            # A full disk keeps a result from being kept, not from being computed.
+            return place, getattr(function, "func", function)(*cloudpickle.loads(content)), None
     except Exception as error:
         return place, None, f"{type(error).__name__}: {error}"
+
+
+def checked_requests(requests: Any) -> list[Request | Rejected]:
+    """Return requests as a list.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    if not isinstance(requests, Iterable):
+        raise TypeError(f"the requests are {requests!r}; give several, such as [Request('a', 5, 3)]")
+    given = list(requests)
+    for place, one in enumerate(given):
+        if not isinstance(one, Request | Rejected):
+            raise TypeError(f"entry {place} of the requests is {one!r}; give a Request(id, prompt, max_tokens)")
+    return given
 
 
 def checked_seeds(seeds: Any) -> list[int]:
