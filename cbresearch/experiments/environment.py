@@ -10,7 +10,6 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-
 _PROBE_BYTES = 2**16
 
 
@@ -62,5 +61,7 @@ def usable_folder(what: str, folder: str | os.PathLike[str]) -> Path:
         if isinstance(error, FileExistsError | NotADirectoryError):
             raise ValueError(f"{what} {str(folder)!r} is, or lies in, a file; name a folder") from None
         reason = error.strerror or error
-        raise ValueError(f"{what} {str(folder)!r} cannot be written ({reason}); name another folder") from error
+        raise ValueError(
+            f"{what} {str(folder)!r} cannot be written ({reason}); name another folder"
+        ) from error
     return path

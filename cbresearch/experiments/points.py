@@ -120,6 +120,18 @@ def _run(function: Callable[..., Any], place: int, content: bytes) -> tuple[int,
         return place, None, f"{type(error).__name__}: {error}"
 
 
+def check_cost(cost: Any) -> None:
+    """Reject a cost that is neither None nor a function; TypeError."""
+    if cost is not None and not callable(cost):
+        raise TypeError(f"cost is {cost!r}; give a function from a Plan to seconds, such as Linear(0.01)")
+
+
+def check_jobs(n_jobs: Any) -> None:
+    """Reject a number of processes that joblib does not know; ValueError."""
+    if n_jobs is not None and (type(n_jobs) is not int or n_jobs == 0):
+        raise ValueError(f"n_jobs is {n_jobs!r}; give a number of processes, -1 for all cores, or None")
+
+
 def checked_requests(requests: Any) -> list[Request | Rejected]:
     """Return requests as a list.
 
@@ -131,7 +143,9 @@ def checked_requests(requests: Any) -> list[Request | Rejected]:
     given = list(requests)
     for place, one in enumerate(given):
         if not isinstance(one, Request | Rejected):
-            raise TypeError(f"entry {place} of the requests is {one!r}; give a Request(id, prompt, max_tokens)")
+            raise TypeError(
+                f"entry {place} of the requests is {one!r}; give a Request(id, prompt, max_tokens)"
+            )
     return given
 
 

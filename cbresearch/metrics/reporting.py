@@ -1,8 +1,8 @@
 """What tables and reports hold a run against: the promise to its clients, and the price of its machines."""
 
-import math
 from dataclasses import dataclass
 
+from cbresearch.checks import real
 from cbresearch.metrics.slo import Slo
 
 __all__ = ["Reporting"]
@@ -18,6 +18,7 @@ class Reporting:
         currency: Currency of the price.
 
     Raises:
+        TypeError: The SLO is something else.
         ValueError: The price is not a finite number of 0 or more.
     """
 
@@ -26,6 +27,7 @@ class Reporting:
     currency: str = "USD"
 
     def __post_init__(self) -> None:
-        price = self.price_per_hour
-        if price is not None and not 0 <= price < math.inf:
-            raise ValueError(f"price_per_hour is {price!r}; give a finite price of 0 or more")
+        if not isinstance(self.slo, Slo | None):
+            raise TypeError(f"slo is {self.slo!r}; give an Slo, such as Slo(ttft=1.0), or leave it out")
+        if self.price_per_hour is not None:
+            real("price_per_hour", self.price_per_hour)

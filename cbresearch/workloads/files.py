@@ -206,8 +206,8 @@ def read_trace(
 
 def find(name: str | os.PathLike[str]) -> Path | None:
     """Return where a file is: at this path, or of this name in the folder that CBRESEARCH_DATA names."""
-    folder = os.environ.get("CBRESEARCH_DATA")
-    paths = [Path(name), Path(folder) / name] if folder else [Path(name)]
+    folder, given = os.environ.get("CBRESEARCH_DATA"), os.path.expanduser(name)
+    paths = [Path(given), Path(os.path.expanduser(folder)) / name] if folder else [Path(given)]
     return next((path for path in paths if os.fspath(name) and path.exists()), None)
 
 
