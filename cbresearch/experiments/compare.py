@@ -476,10 +476,10 @@ def _answers(
 
 
 def _static_and_other(traces: Mapping[str, Trace]) -> tuple[Trace, Trace] | None:
-    """Return the first static run and the first other one that served a request, if there are both."""
+    """Return the first static run and the first other one that gave out a token, if there are both."""
     first: dict[bool, Trace] = {}
     for trace in traces.values():
-        if trace.steps:
+        if any(record.tokens for record in trace.served):
             first.setdefault(trace.policy.partition(":")[0] == "static", trace)
     return (first[True], first[False]) if len(first) == 2 else None
 
