@@ -2,6 +2,7 @@
 
 import errno
 import re
+import sys
 
 import joblib
 import pytest
@@ -33,7 +34,7 @@ COMPARE = [
     ({"workload": Request("a", 1, 1)}, "give several, such as"),
     (
         {"workload": [Request("a", 1, 1), {"prompt": 3}]},
-        "entry 1 of the requests is {'prompt': 3}; give a Request(",
+        "entry 1 of the requests is {'prompt': 3}; give a",
     ),
     ({"workload": ["Hello"]}, "entry 0 of the requests is 'Hello'; give a Request("),
     ({"policies": 3}, "the policy is 3; give the name"),
@@ -144,15 +145,18 @@ def test_a_sweep_into_a_folder_that_is_a_file_is_refused_first(tmp_path):
 
 def test_a_disk_that_fills_up_during_a_sweep_keeps_what_was_computed(tmp_path, monkeypatch):
     expected = sweep(draw, ["static", "fcfs"], seeds=range(3))
-    store = joblib._store_backends.FileSystemStoreBackend
-    sweep(draw, "fcfs", seeds=[0], folder=tmp_path)
+    store, module = joblib._store_backends.FileSystemStoreBackend, sys.modules["cbresearch.experiments.sweep"]
 
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for name in ("create_location", "_move_item", "get_cached_func_code", "store_cached_func_code"):
-        monkeypatch.setattr(store, name, full)
-    monkeypatch.setattr(joblib.memory, "_FUNCTION_HASHES", {})
+    def run_all(*arguments, run_all=module.run_all):
+        for name in ("create_location", "_move_item", "get_cached_func_code", "store_cached_func_code"):
+            monkeypatch.setattr(store, name, full)
+        monkeypatch.setattr(joblib.memory, "_FUNCTION_HASHES", {})
+        return run_all(*arguments)
+
+    monkeypatch.setattr(module, "run_all", run_all)
     found = sweep(draw, ["static", "fcfs"], seeds=range(3), folder=tmp_path)
     assert found.runs == expected.runs
     assert not found.failed
