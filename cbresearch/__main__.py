@@ -26,7 +26,6 @@ NUM_ANSWERS_SHOWN = 3
 NUM_ERRORS_SHOWN = 10
 
 _FILES = ("results.json", "requests.csv", "steps.csv", "report.html")
-_DEVICES = ("cpu", "cuda", "mps", "xpu")
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 _OF_A_MODEL = ("--model", "--device", "--dtype", "--compile", "--trust-remote-code")
 _EXAMPLES = {
@@ -158,7 +157,8 @@ def _parser() -> _Parser:
     )
     add("--policy", f"{policy}; repeat --policy to compare", required=True, action="append", metavar="P")
     add("--output", "folder for the results", required=True, metavar="DIR")
-    number: dict[str, Any] = {"type": _whole, "metavar": "N"}
+    real_number = _read(float, "number; give one, such as 0.5")
+    number: dict[str, Any] = {"type": _read(int, "whole number; give one, such as 8"), "metavar": "N"}
     add("--max-num-seqs", "seats", default=8, **number)
     add("--max-num-batched-tokens", "token budget of a step", default=2048, **number)
     add("--block-size", "tokens in a KV block", default=16, **number)
@@ -168,16 +168,28 @@ def _parser() -> _Parser:
     add("--host-blocks", host, dest="num_host_blocks", **number)
     add("--no-prefix-caching", "compute every prompt in full", dest="prefix_caching", action="store_false")
     add("--seed", "seed of everything random", default=0, **number)
-    add("--slo-ttft", "promised time to first token: adds goodput", type=_real, metavar="SECONDS")
-    add("--slo-tpot", "promised mean time per token after the first", type=_real, metavar="SECONDS")
-    add("--price-per-hour", "of the machine: adds the cost of tokens", type=_real, metavar="PRICE")
+    add("--slo-ttft", "promised time to first token: adds goodput", type=real_number, metavar="SECONDS")
+    add("--slo-tpot", "promised mean time per token after the first", type=real_number, metavar="SECONDS")
+    add("--price-per-hour", "of the machine: adds the cost of tokens", type=real_number, metavar="PRICE")
     add("--currency", "of the price", default="USD", metavar="NAME")
     parser = _Parser(prog="cbresearch", description="Compare batching policies.")
     parser.add_argument("--version", action="version", version=f"cbresearch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
+
+    def device(text: str) -> str:
+        if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", text):
+            raise ValueError
+        return text
+
     real = commands.add_parser("compare", parents=[shared], help="serve a workload on a real model")
     add("--model", "tiny, smollm2-135m, a Hub id, or a folder", real, required=True, metavar="M")
-    add("--device", "cpu, cuda, cuda:1, … (default cpu)", real, type=_device, metavar="D")
+    add(
+        "--device",
+        "cpu, cuda, cuda:1, … (default cpu)",
+        real,
+        type=_read(device, "device; give cpu, cuda, cuda:1, mps or xpu"),
+        metavar="D",
+    )
     add("--dtype", "of weights and activations (default float32)", real, choices=_DTYPES)
     add("--compile", "compile the model first, for long runs", real, action="store_true")
     add("--trust-remote-code", "run code that lies beside the weights", real, action="store_true")
@@ -189,22 +201,13 @@ def _parser() -> _Parser:
     return parser
 
 
-def _whole(text: str) -> int:
-    with suppress(ValueError):
-        return int(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no whole number; give one, such as 8")
+def _read(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no {what}")
 
-
-def _real(text: str) -> float:
-    with suppress(ValueError):
-        return float(text)
-    raise argparse.ArgumentTypeError(f"{text!r} is no number; give one, such as 0.5")
-
-
-def _device(text: str) -> str:
-    if not re.fullmatch(rf"({'|'.join(_DEVICES)})(:\d+)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no device; give {', '.join(_DEVICES)} or cuda:1")
-    return text
+    return read
 
 
 def _list_policies() -> int:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.experiments.points import check_cost
+from cbresearch.experiments.points import check_call
 from cbresearch.request import Request, RequestState
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop
-from cbresearch.simulator import CostExecutor, check_limits
+from cbresearch.simulator import CostExecutor
 from cbresearch.step import Plan, StepResult
 from cbresearch.trace import StepRecord
 
@@ -44,8 +44,7 @@ class ReplicaConfig:
         if self.role not in ROLES:
             raise ValueError(f"a replica's role is {self.role!r}; choose one of {ROLES}")
         policies.get(self.policy)
-        check_cost(self.cost)
-        check_limits(scheduler=(self.scheduler, SchedulerConfig), cache=(self.cache, CacheConfig))
+        check_call(self.cost, scheduler=(self.scheduler, SchedulerConfig), cache=(self.cache, CacheConfig))
 
 
 class Replica:

@@ -13,18 +13,11 @@ from cbresearch.checks import real
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.experiments.environment import progress_bar
-from cbresearch.experiments.points import (
-    Point,
-    check_cost,
-    check_jobs,
-    checked_seeds,
-    count_kept,
-    run_all,
-)
+from cbresearch.experiments.points import Point, check_call, checked_seeds, count_kept, run_all
 from cbresearch.metrics import Slo
 from cbresearch.policies import Policy, get
 from cbresearch.request import Rejected, Request
-from cbresearch.simulator import UNIT_STEP, check_limits
+from cbresearch.simulator import UNIT_STEP
 
 
 class TriedRate(NamedTuple):
@@ -139,9 +132,9 @@ def capacity(
     real("attainment", attainment, most=1, positive=True)
     for name, value in (("start", start), ("tolerance", tolerance), ("max_doublings", max_doublings)):
         real(name, value, positive=True)
-    check_cost(cost)
-    check_jobs(n_jobs)
-    check_limits(slo=(slo, Slo), scheduler=(scheduler, SchedulerConfig), cache=(cache, CacheConfig))
+    check_call(
+        cost, n_jobs, slo=(slo, Slo), scheduler=(scheduler, SchedulerConfig), cache=(cache, CacheConfig)
+    )
     if slo is None or not callable(workload):
         wrong = "slo is None; give" if slo is None else f"workload is {workload!r}; give f(rate, rng) and"
         raise TypeError(f"{wrong} an Slo(…), as in capacity(draw, slo=Slo(ttft=1.0))")

@@ -1,5 +1,6 @@
 """Whether other work on the computer disturbed the clock of measured runs."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import numpy as np
@@ -23,31 +24,22 @@ def slowdowns(traces: Mapping[str, Trace]) -> dict[str, float | None]:
         The ratio, about 1 on an idle computer; None for a run of which fewer than half of the steps have four
         like ones, themselves included.
     """
-    if not traces:
-        return {}
-    columns = [trace.step_columns for trace in traces.values()]
-    kinds = [
-        np.stack(
-            (
-                steps["num_scheduled"] + steps["num_padding_rows"],
-                steps["num_tokens"],
-                np.frexp(steps["num_context_tokens"])[1],
-            ),
-            axis=1,
-        )
-        for steps in columns
-    ]
-    _, kind, number = np.unique(np.concatenate(kinds), axis=0, return_inverse=True, return_counts=True)
-    kind = kind.reshape(-1)
-    seconds = np.concatenate([steps["duration_s"] for steps in columns])
-    usual = np.array([np.percentile(seconds[kind == one], 25) for one in range(len(number))])
+    steps: dict[str, list[tuple[tuple[int, ...], float]]] = {}
+    alike: defaultdict[tuple[int, ...], list[float]] = defaultdict(list)
+    for label, trace in traces.items():
+        columns = trace.step_columns
+        num_rows = columns["num_scheduled"] + columns["num_padding_rows"]
+        kinds = np.stack((num_rows, columns["num_tokens"], np.frexp(columns["num_context_tokens"])[1]))
+        steps[label] = list(zip(map(tuple, kinds.T.tolist()), columns["duration_s"].tolist(), strict=True))
+        for kind, seconds in steps[label]:
+            alike[kind].append(seconds)
+    usual = {kind: float(np.percentile(times, 25)) for kind, times in alike.items() if len(times) >= 4}
     found: dict[str, float | None] = {}
-    ends = np.cumsum([len(steps["duration_s"]) for steps in columns])
-    for label, places in zip(traces, np.split(np.arange(len(seconds)), ends[:-1]), strict=True):
-        alike = places[number[kind[places]] >= 4]
-        expected = float(usual[kind[alike]].sum())
-        is_known = expected > 0 and 2 * len(alike) >= len(places)
-        found[label] = float(seconds[alike].sum()) / expected if is_known else None
+    for label, timed in steps.items():
+        known = [(seconds, usual[kind]) for kind, seconds in timed if kind in usual]
+        expected = sum(one for _, one in known)
+        is_known = expected > 0 and 2 * len(known) >= len(timed)
+        found[label] = sum(seconds for seconds, _ in known) / expected if is_known else None
     return found
 
 
@@ -58,11 +50,7 @@ def caution(slowdown: Mapping[str, float | None]) -> str:
         slowdown: From `slowdowns`.
     """
     disturbed = {name: value for name, value in slowdown.items() if value and value > MOST_SLOWDOWN}
-    if not disturbed:
-        return ""
     times = ", ".join(f"{value:.2f} times under {name}" for name, value in disturbed.items())
-    return (
-        f"The clock was disturbed, as by other work on the computer: steps took {times} as long as like "
-        f"steps at their usual pace, where up to {MOST_SLOWDOWN} is normal. Compare steps, not seconds, or "
-        "run again on an idle computer."
-    )
+    reason = f"steps took {times} as long as like steps at their usual pace, of which up to {MOST_SLOWDOWN}"
+    remedy = "is normal. Compare steps, not seconds, or run again on an idle computer."
+    return times and f"The clock was disturbed, as by other work on the computer: {reason} {remedy}"

@@ -20,7 +20,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.experiments.clock import caution, slowdowns
 from cbresearch.experiments.environment import environment, progress_bar
-from cbresearch.experiments.points import check_cost, checked_requests, reject_twice
+from cbresearch.experiments.points import check_call, checked_requests, reject_twice
 from cbresearch.experiments.simulation_error import predict_run
 from cbresearch.metrics import Reporting
 from cbresearch.model_shape import ModelShape
@@ -29,7 +29,7 @@ from cbresearch.policies import Policy, get
 from cbresearch.request import Rejected, Request, expand
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Executor, Run
-from cbresearch.simulator import check_limits, simulate, unlimited_cache
+from cbresearch.simulator import simulate, unlimited_cache
 from cbresearch.trace import Origin, StepRecord, Trace, write_columns, write_whole
 from cbresearch.workloads import load, resolve_prompts
 
@@ -230,8 +230,7 @@ def compare(
     if misplaced or (model is None) == (cost is None):
         raise TypeError(_advice(workload, policies, *misplaced, both=cost is not None and model is not None))
     sized = None if callable(cache) else cache
-    check_limits(scheduler=(scheduler, SchedulerConfig), cache=(sized, CacheConfig))
-    check_cost(cost)
+    check_call(cost, scheduler=(scheduler, SchedulerConfig), cache=(sized, CacheConfig))
     seed = count("seed", seed, 0)
     built = _built(policies)
     if isinstance(model, str) and not (model in _MODELS or "/" in model or Path(model).exists()):

@@ -12,7 +12,7 @@ from cbresearch.costs import CostModel
 from cbresearch.metrics import Reporting, Slo, summary
 from cbresearch.policies import Policy
 from cbresearch.request import Rejected, Request, expand
-from cbresearch.simulator import simulate
+from cbresearch.simulator import check_limits, simulate
 from cbresearch.trace import Trace
 from cbresearch.workloads import load, resolve_prompts
 
@@ -120,16 +120,19 @@ def _run(function: Callable[..., Any], place: int, content: bytes) -> tuple[int,
         return place, None, f"{type(error).__name__}: {error}"
 
 
-def check_cost(cost: Any) -> None:
-    """Reject a cost that is neither None nor a function; TypeError."""
+def check_call(cost: Any, n_jobs: Any = None, **limits: tuple[object, type]) -> None:
+    """Reject what no run can be made with, before any begins; TypeError.
+
+    Args:
+        cost: A function, or None.
+        n_jobs: A number of processes for joblib, or None.
+        **limits: As for `simulator.check_limits`.
+    """
     if cost is not None and not callable(cost):
         raise TypeError(f"cost is {cost!r}; give a function from a Plan to seconds, such as Linear(0.01)")
-
-
-def check_jobs(n_jobs: Any) -> None:
-    """Reject a number of processes that joblib does not know; ValueError."""
     if n_jobs is not None and (type(n_jobs) is not int or n_jobs == 0):
-        raise ValueError(f"n_jobs is {n_jobs!r}; give a number of processes, -1 for all cores, or None")
+        raise TypeError(f"n_jobs is {n_jobs!r}; give a number of processes, -1 for all cores, or None")
+    check_limits(**limits)
 
 
 def checked_requests(requests: Any) -> list[Request | Rejected]:

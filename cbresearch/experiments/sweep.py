@@ -17,8 +17,7 @@ from cbresearch.experiments.fingerprint import fingerprint, package_fingerprint
 from cbresearch.experiments.points import (
     Draw,
     Point,
-    check_cost,
-    check_jobs,
+    check_call,
     checked_seeds,
     measure,
     reject_twice,
@@ -27,7 +26,7 @@ from cbresearch.experiments.points import (
 from cbresearch.metrics import Slo, mean_interval
 from cbresearch.names import suggestion
 from cbresearch.policies import Policy, get
-from cbresearch.simulator import UNIT_STEP, check_limits
+from cbresearch.simulator import UNIT_STEP
 from cbresearch.trace import write_json, write_whole
 from cbresearch.workloads import find
 
@@ -184,9 +183,7 @@ def sweep(
         ValueError: Something is given twice or not at all, a function has no name, the folder cannot be
             written, or, with a folder, what the runs depend on cannot be read.
     """
-    check_cost(cost)
-    check_jobs(n_jobs)
-    check_limits(slo=(slo, Slo))
+    check_call(cost, n_jobs, slo=(slo, Slo))
     drawn = {
         label: os.fspath(workload) if isinstance(workload, os.PathLike) else workload
         for label, workload in _labelled(workloads, _workload_label, "workload").items()

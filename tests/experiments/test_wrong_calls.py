@@ -97,7 +97,7 @@ def test_a_wrong_argument_is_refused_before_any_run_with_the_remedy(function, ri
     ("make", "said"),
     [
         (lambda: Reporting(slo=(1, 2)), "slo is (1, 2); give an Slo"),
-        (lambda: Reporting(price_per_hour="3"), "price_per_hour is '3'; it must be a finite number"),
+        (lambda: Reporting(price_per_hour="3"), "price_per_hour is '3'; give a finite price"),
         (lambda: Slo(ttft="1"), "ttft is '1'; it must be a positive number of seconds"),
         (lambda: Slo(tpot=(1,)), "tpot is (1,); it must be a positive number of seconds"),
         (lambda: Handover(latency="1"), "latency is '1'"),
