@@ -129,9 +129,7 @@ class _Parser(argparse.ArgumentParser):
                 self.error(f"{name!r} is no option of this command; {remedy}")
         options, unknown = super().parse_known_args(args, namespace)
         for value in unknown:
-            self.error(
-                f"{value!r} follows no option; repeat the option for each value, as in --policy P --policy Q"
-            )
+            self.error(f"{value!r} follows no option; repeat one for each value, as --policy P --policy Q")
         return options, unknown
 
     def error(self, message: str) -> NoReturn:
@@ -152,9 +150,7 @@ def _parser() -> _Parser:
     presets, traces = ", ".join(sorted(workloads.PRESETS)), ", ".join(sorted(workloads.TRACES))
     workload = f"a preset ({presets}), a public trace ({traces}), or a trace or workload file"
     add("--workload", f"{workload}; options as in chat:rate=4,n=200", required=True, metavar="W")
-    policy = (
-        'a policy, as "cbresearch policies" lists them, or mine.py:MyPolicy; options as in static:release'
-    )
+    policy = 'a policy (see "cbresearch policies"), or mine.py:MyPolicy; options as in static:release'
     add("--policy", f"{policy}; repeat --policy to compare", required=True, action="append", metavar="P")
     add("--output", "folder for the results", required=True, metavar="DIR")
     real_number = _read(float, "number; give one, such as 0.5")
@@ -175,21 +171,10 @@ def _parser() -> _Parser:
     parser = _Parser(prog="cbresearch", description="Compare batching policies.")
     parser.add_argument("--version", action="version", version=f"cbresearch {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-
-    def device(text: str) -> str:
-        if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", text):
-            raise ValueError
-        return text
-
     real = commands.add_parser("compare", parents=[shared], help="serve a workload on a real model")
     add("--model", "tiny, smollm2-135m, a Hub id, or a folder", real, required=True, metavar="M")
-    add(
-        "--device",
-        "cpu, cuda, cuda:1, … (default cpu)",
-        real,
-        type=_read(device, "device; give cpu, cuda, cuda:1, mps or xpu"),
-        metavar="D",
-    )
+    devices = "device; give cpu, cuda, cuda:1, mps or xpu"
+    add("--device", "where it runs, as cuda:1 (default cpu)", real, type=_read(_device, devices), metavar="D")
     add("--dtype", "of weights and activations (default float32)", real, choices=_DTYPES)
     add("--compile", "compile the model first, for long runs", real, action="store_true")
     add("--trust-remote-code", "run code that lies beside the weights", real, action="store_true")
@@ -199,6 +184,12 @@ def _parser() -> _Parser:
     add("--cost", f"{terms} swapped block, those left out being 0; or {cards}", simulated, required=True)
     commands.add_parser("policies", help="list the policies and their options")
     return parser
+
+
+def _device(text: str) -> str:
+    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", text):
+        raise ValueError
+    return text
 
 
 def _read(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:

@@ -177,8 +177,8 @@ class Run:
         )
         self._followers: list[tuple[float, int]] = []
 
-    def steps(self, outlook: Outlook | None = None) -> Iterator[None]:
-        """Serve until no request is left, and yield behind each step, so that several runs can take turns.
+    def steps(self, outlook: Outlook | None = None) -> Iterator[int]:
+        """Serve until no request is left, and yield the rows of each step, so that several can take turns.
 
         Args:
             outlook: What lets many steps be taken at once, or None.
@@ -224,7 +224,7 @@ class Run:
                 # The record alone is kept, for it is far smaller than the state.
                 place = self._places.pop(state.id)
                 self._end(place, record_of(state.request, self._states.pop(place)))
-            yield
+            yield sum(part.num_steps) if run is not None else len(plan.scheduled)
         # What is left was aborted from outside.
         if self._writer is not None:
             for state in self._states.values():

@@ -28,7 +28,7 @@ from cbresearch.names import described, suggestion
 from cbresearch.policies import Policy, get
 from cbresearch.request import Rejected, Request, expand
 from cbresearch.scheduler import Scheduler
-from cbresearch.serve import Executor, Run
+from cbresearch.serve import Run
 from cbresearch.simulator import simulate, unlimited_cache
 from cbresearch.trace import Origin, StepRecord, Trace, write_columns, write_whole
 from cbresearch.workloads import load, resolve_prompts
@@ -245,21 +245,20 @@ def compare(
     limits = scheduler or SchedulerConfig()
     pool = cache if isinstance(cache, CacheConfig) else (cache or default_cache)(requests, limits, shape)
     facts: dict[str, object] = {"workload": label, "seed": seed}
-    traces: dict[str, Trace] = {}
-    failed: dict[str, Exception] = {}
+    ended: dict[str, Trace | Exception] = {}
     if cost is not None:
         for policy in built:
             # Many steps are taken at once, so that the run is over before a bar is of use.
             with progress_bar(len(requests), policy.name, "request") as bar:
                 try:
-                    traces[policy.name] = simulate(requests, policy, cost=cost, scheduler=limits, cache=pool)
+                    ended[policy.name] = simulate(requests, policy, cost=cost, scheduler=limits, cache=pool)
                 except Exception as error:
-                    failed[policy.name] = error
+                    ended[policy.name] = error
                 bar.update(len(requests))
-        reasons = _reasons(failed, traces)
+        traces, failed = _sorted_out(ended, built)
         foreseen = _made("predictions", lambda: predictions(traces))
         stamp = environment(**facts, cost=repr(cost))
-        return Comparison(traces, stamp, tuple(requests), predictions=foreseen, failed=reasons)
+        return Comparison(traces, stamp, tuple(requests), predictions=foreseen, failed=failed)
     assert loaded is not None
     from cbresearch.engine import ModelExecutor
 
@@ -270,9 +269,14 @@ def compare(
         for _ in built[first : first + at_once]:
             executors.append(ModelExecutor(loaded, limits, pool, seed=seed, compile=compile))
             executors[-1].warm_up()
-        served = list(zip(built[first:], executors, strict=False))
-        _take_turns(requests, served, limits, pool, Origin(model=loaded.name), traces, failed)
-    reasons = _reasons(failed, traces)
+        with ExitStack() as bars:
+            runs = {}
+            for policy, executor in zip(built[first:], executors, strict=False):
+                bar = bars.enter_context(progress_bar(len(requests), policy.name, "request"))
+                mechanism, origin = Scheduler(policy, limits, pool), Origin(model=loaded.name)
+                runs[policy.name] = Run(requests, mechanism, executor, _shown_on(bar), origin=origin)
+            ended |= _take_turns(runs)
+    traces, failed = _sorted_out(ended, built)
     size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, executors[-1].cache.num_bytes)
     facts |= {"device": loaded.model.device, "dtype": loaded.model.dtype, "compiled": compile}
     threads = os.environ.get("OMP_NUM_THREADS", "default")
@@ -284,7 +288,7 @@ def compare(
         bytes_per_token,
         _made("answers", lambda: _answers(expand(given), traces, loaded.decode)),
         (*_made("predictions", lambda: predictions(traces)), *fitted, size),
-        reasons,
+        failed,
     )
 
 
@@ -363,55 +367,45 @@ def _advice(*arguments: object, both: bool) -> str:
     return f'compare({given}) has {problem} cost; {order}: {call} model="tiny") or {call} cost=Linear(0.01))'
 
 
-def _take_turns(
-    requests: Requests,
-    served: Iterable[tuple[Policy, Executor]],
-    limits: SchedulerConfig,
-    pool: CacheConfig,
-    origin: Origin,
-    traces: dict[str, Trace],
-    failed: dict[str, Exception],
-) -> None:
-    """Serve requests under several policies, a step each in turn, and add traces or errors by name."""
+def _shown_on(bar: "tqdm[Any]") -> Callable[[StepRecord], None]:
+    """Return what a run calls with each step's record, to move a progress bar of its requests."""
+
+    def advance(record: StepRecord) -> None:
+        bar.update(len(record.finished))
+        bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
+
+    return advance
+
+
+def _take_turns(runs: Mapping[str, Run]) -> dict[str, Trace | Exception]:
+    """Serve several runs, a step of one at a time, and return the trace or the error of each."""
+    ended: dict[str, Trace | Exception] = {}
+    steps = {name: run.steps() for name, run in runs.items()}
     num_rows: Counter[str] = Counter()
-
-    def shown_on(bar: "tqdm[Any]", name: str) -> Callable[[StepRecord], None]:
-        def advance(record: StepRecord) -> None:
-            num_rows[name] += len(record.plan.scheduled)
-            bar.update(len(record.finished))
-            bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
-
-        return advance
-
-    runs: dict[str, tuple[Run, Iterator[None]]] = {}
-    with ExitStack() as bars:
-        for policy, executor in served:
-            bar = bars.enter_context(progress_bar(len(requests), policy.name, "request"))
-            mechanism = Scheduler(policy, limits, pool)
-            run = Run(requests, mechanism, executor, shown_on(bar, policy.name), origin=origin)
-            runs[policy.name] = run, run.steps()
-        while runs:
-            # What is computed is nearly the same in all, so that all are as far and end together.
-            name = min(runs, key=num_rows.__getitem__)
-            run, steps = runs[name]
-            try:
-                next(steps)
-            except StopIteration:
-                traces[name] = run.trace()
-                del runs[name]
-            except Exception as error:
-                failed[name] = error
-                del runs[name]
+    while steps:
+        # What is computed is nearly the same in all, so that all are as far and end together.
+        name = min(steps, key=num_rows.__getitem__)
+        try:
+            num_rows[name] += next(steps[name])
+        except Exception as error:
+            ended[name] = runs[name].trace() if isinstance(error, StopIteration) else error
+            del steps[name]
+    return ended
 
 
-def _reasons(failed: Mapping[str, Exception], traces: Mapping[str, Trace]) -> dict[str, str]:
-    """Return what policies failed of, or raise if all did."""
-    if failed and not traces:
-        raise next(iter(failed.values()))
-    reasons = {name: described(error) for name, error in failed.items()}
-    for name, reason in reasons.items():
-        _LOG.warning("policy %r failed, and its run is left out: %s", name, reason)
-    return reasons
+def _sorted_out(
+    ended: Mapping[str, Trace | Exception], policies: Iterable[Policy]
+) -> tuple[dict[str, Trace], dict[str, str]]:
+    """Return the traces in the order of the policies, and what the others failed of; raise if all did."""
+    outcomes = {policy.name: ended[policy.name] for policy in policies}
+    traces = {name: one for name, one in outcomes.items() if isinstance(one, Trace)}
+    failed = {name: described(one) for name, one in outcomes.items() if isinstance(one, Exception)}
+    for name, one in outcomes.items():
+        if isinstance(one, Exception) and not traces:
+            raise one
+        if isinstance(one, Exception):
+            _LOG.warning("policy %r failed, and its run is left out: %s", name, failed[name])
+    return traces, failed
 
 
 def _made(what: str, make: Callable[[], Iterable[T]]) -> tuple[T, ...]:

@@ -117,3 +117,14 @@ def test_steps_come_before_seconds():
     assert all(not name.startswith("speed-up,") for name in names[:first])
     row = comparison.predictions[first]
     assert row.measured == row.predicted == pytest.approx(91 / 69)
+
+
+def test_runs_that_take_turns_are_the_runs_by_themselves_in_the_order_of_the_policies(tiny):
+    policies = ["static", "fcfs", "lpm", "sjf"]
+    limits = SchedulerConfig(3)
+    together = compare(REQUESTS, policies, model=tiny, scheduler=limits)
+    assert list(together.traces) == policies
+    for policy in policies:
+        alone = compare(REQUESTS, policy, model=tiny, scheduler=limits).traces[policy]
+        assert [step.plan for step in together.traces[policy].steps] == [step.plan for step in alone.steps]
+        assert together.traces[policy].outputs == alone.outputs
