@@ -51,6 +51,6 @@ def caution(slowdown: Mapping[str, float | None]) -> str:
     """
     disturbed = {name: value for name, value in slowdown.items() if value and value > MOST_SLOWDOWN}
     times = ", ".join(f"{value:.2f} times under {name}" for name, value in disturbed.items())
-    reason = f"steps took {times} as long as like steps at their usual pace, of which up to {MOST_SLOWDOWN}"
-    remedy = "is normal. Compare steps, not seconds, or run again on an idle computer."
-    return times and f"The clock was disturbed, as by other work on the computer: {reason} {remedy}"
+    reason = f"steps took {times} as long as like steps at their usual pace (up to {MOST_SLOWDOWN} is normal)"
+    remedy = "Compare steps, not seconds, or run again on an idle computer."
+    return times and f"The clock was disturbed, as by other work on the computer: {reason}. {remedy}"
