@@ -284,9 +284,7 @@ def _show(comparison: Comparison, reporting: Reporting, folder: Path, timed: boo
         print("\nPredicted by the formulas, and measured:")
         print(comparison.prediction_frame().to_string(float_format=_number))
         if timed:
-            print(
-                "Steps and bytes are counted; the other speed-ups compare wall-clock times, which other work moves."
-            )
+            print("Steps and bytes are counted; speed-ups in seconds move with other work on the computer.")
     for prompt, texts in [answer for answer in comparison.answers if len(answer[1]) > 1][:NUM_ANSWERS_SHOWN]:
         is_same = len(set(texts.values())) == 1
         verdict = "the same under every policy" if is_same else "NOT the same everywhere"

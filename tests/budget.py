@@ -17,8 +17,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "cbresearch"
 # Rooms that share a budget, from the lowest floor up: a room imports from its own row and the rows before it.
 # A later capability may raise its room's budget in the commit that needs it, with the reason beside it.
 CORE = {
-    # Over the floor plan's 480: requests flat for policies, one language of names, one set of checks; files of
-    # a person's own, whose errors are told by their line.
+    # Over the floor plan's 480: requests flat for policies, one language of names, one set of checks; files
+    # of a person's own, whose errors are told by their line.
     "request config model_shape names checks version": 610,
     "step": 200,
     # Over the floor plan's 600: the events of blocks, and the interface itself.
@@ -39,8 +39,8 @@ CORE = {
 LAB = {
     "formulas metrics": 1150,
     "workloads": 1150,
-    # Over the floor plan's 1,200: results.json is written here, and wrong calls are told what to write; policies
-    # take turns, a disturbed clock is told, and finished runs are not lost to what fails behind them.
+    # Over the floor plan's 1,200: results.json is written here, and wrong calls are told what to write;
+    # policies take turns, a disturbed clock is told, and finished runs are not lost to what fails later.
     "experiments cluster": 1430,
     "bridges": 700,
     # Over the floor plan's 2,000: each wrong command line has an answer of one line.

@@ -302,7 +302,12 @@ def test_available_policies_have_a_one_line_rule_and_can_be_built():
 
 @pytest.mark.parametrize(
     ("asked", "near", "far"),
-    [("fcsf", "fcfs", "static"), ("Static", "static", "fcfs"), ("SJF", "sjf", "static"), ("prefil_first", "prefill_first", "sjf")],
+    [
+        ("fcsf", "fcfs", "static"),
+        ("Static", "static", "fcfs"),
+        ("SJF", "sjf", "edf"),
+        ("prefil_first", "prefill_first", "sjf"),
+    ],
 )
 def test_get_answers_an_unknown_policy_with_its_near_misses(asked, near, far):
     with pytest.raises(ValueError, match=f"unknown policy {asked!r}") as rejection:
