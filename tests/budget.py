@@ -17,8 +17,9 @@ PACKAGE = Path(__file__).resolve().parents[1] / "cbresearch"
 # Rooms that share a budget, from the lowest floor up: a room imports from its own row and the rows before it.
 # A later capability may raise its room's budget in the commit that needs it, with the reason beside it.
 CORE = {
-    # Over the floor plan's 480: requests flat for policies, one language of names, one set of checks.
-    "request config model_shape names checks version": 580,
+    # Over the floor plan's 480: requests flat for policies, one language of names, one set of checks; files
+    # of a person's own, whose errors are told by their line.
+    "request config model_shape names checks version": 610,
     "step": 200,
     # Over the floor plan's 600: the events of blocks, and the interface itself.
     "kv": 680,
@@ -26,11 +27,13 @@ CORE = {
     "scheduler": 600,
     "fast_forward": 300,
     # Over the floor plan's 500: files that survive a kill and distrust a stranger, columns by decode run,
-    # windows of a run that every reader takes, and clocks that count from 1970.
-    "serve trace": 806,
-    "costs simulator": 560,
+    # windows of a run that every reader takes, clocks that count from 1970, and runs that take turns.
+    "serve trace": 820,
+    # Costs by the names of cards and models.
+    "costs simulator": 570,
     # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure.
-    "kernels attention models engine cpu": 2420,
+    # Places and types of models by name.
+    "kernels attention models engine cpu": 2435,
     "__init__": 70,
 }
 LAB = {
@@ -38,15 +41,18 @@ LAB = {
     # Over the floor plan's 1,150: five more published formats, packed files and files that are no text, exact
     # times, and parameters that are checked.
     "workloads": 1270,
-    # Over the floor plan's 1,200: results.json is written here, and wrong calls are told what to write.
-    "experiments cluster": 1250,
+    # Over the floor plan's 1,200: results.json is written here, and wrong calls are told what to write;
+    # policies take turns, a disturbed clock is told, and finished runs are not lost to what fails later.
+    "experiments cluster": 1430,
     "bridges": 700,
-    "viz export __main__": 2000,
+    # Over the floor plan's 2,000: each wrong command line has an answer of one line.
+    "viz export __main__": 2075,
 }
 # The aim is 6,000.
 MOST_CORE = 6596
+MOST_CORE = 6630
 MOST_LAB = 6000
-MOST_ALL = 12_000
+MOST_ALL = 12_320
 MOST_JAVASCRIPT = 1200
 
 _NO_CODE = {

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
+from cbresearch.experiments.points import check_call
 from cbresearch.request import Request, RequestState
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop
@@ -29,6 +30,7 @@ class ReplicaConfig:
             for one that continues them.
 
     Raises:
+        TypeError: The cost or a limit is of another class.
         ValueError: The role or the policy is unknown.
     """
 
@@ -42,6 +44,7 @@ class ReplicaConfig:
         if self.role not in ROLES:
             raise ValueError(f"a replica's role is {self.role!r}; choose one of {ROLES}")
         policies.get(self.policy)
+        check_call(self.cost, scheduler=(self.scheduler, SchedulerConfig), cache=(self.cache, CacheConfig))
 
 
 class Replica:

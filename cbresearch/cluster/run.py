@@ -7,9 +7,12 @@ from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
 
+from cbresearch.checks import real
 from cbresearch.cluster.replica import Replica, ReplicaConfig, Router, least_outstanding
+from cbresearch.experiments.points import checked_requests
 from cbresearch.request import Rejected, Request, RequestState
 from cbresearch.serve import from_first_arrival, record_of
+from cbresearch.simulator import check_limits
 from cbresearch.trace import Origin, RequestRecord, Trace
 
 
@@ -32,9 +35,8 @@ class Handover:
 
     def __post_init__(self) -> None:
         for name in ("latency", "bytes_per_token"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"Handover: {name} is {getattr(self, name)!r}; give 0 or more")
-        if not self.bandwidth > 0:
+            real(f"Handover: {name}", getattr(self, name))
+        if self.bandwidth != math.inf and not real("Handover: bandwidth", self.bandwidth):
             raise ValueError(f"Handover: bandwidth is {self.bandwidth!r}; give bytes per second above 0")
 
     def seconds(self, num_tokens: int) -> float:
@@ -90,7 +92,8 @@ def simulate_cluster(
         ValueError: An id is given twice, or there is no replica, or only one of the two halves of a
             disaggregated cluster.
     """
-    given, epoch = from_first_arrival(requests)
+    given, epoch = from_first_arrival(checked_requests(requests))
+    replicas = list(replicas)
     served = [request for request in given if isinstance(request, Request)]
     _check_cluster(served, replicas)
     cluster = _Cluster(
@@ -210,6 +213,8 @@ def _check_cluster(requests: Iterable[Request], replicas: Sequence[ReplicaConfig
             raise ValueError(f"request {request_id!r} is given twice; give each request an id of its own")
     if not replicas:
         raise ValueError("the cluster has no replica; give at least one")
+    for config in replicas:
+        check_limits(replica=(config, ReplicaConfig))
     roles = {config.role for config in replicas}
     if ("prefill" in roles) != ("decode" in roles):
         raise ValueError(

@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cbresearch.checks import real
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.experiments.environment import progress_bar
-from cbresearch.experiments.points import Point, checked_seeds, count_kept, run_all
+from cbresearch.experiments.points import Point, check_call, checked_seeds, count_kept, run_all
 from cbresearch.metrics import Slo
 from cbresearch.policies import Policy, get
 from cbresearch.request import Rejected, Request
@@ -124,16 +125,21 @@ def capacity(
         n_jobs: Processes at once for the seeds of a rate, as for `sweep`.
 
     Raises:
+        TypeError: The workload is no function, or the policy, the SLO, the cost or a limit of another class.
         ValueError: A number is out of range, the policy is unknown, or no request is drawn.
         RuntimeError: A run failed; the error names the rate, the seed and the reason.
     """
-    if not 0 < attainment <= 1:
-        raise ValueError(f"attainment is {attainment!r}; give a share above 0 and at most 1")
+    real("attainment", attainment, most=1, positive=True)
     for name, value in (("start", start), ("tolerance", tolerance), ("max_doublings", max_doublings)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value!r}; it must be a positive number")
+        real(name, value, positive=True)
+    check_call(
+        cost, n_jobs, slo=(slo, Slo), scheduler=(scheduler, SchedulerConfig), cache=(cache, CacheConfig)
+    )
+    if slo is None or not callable(workload):
+        wrong = "slo is None; give" if slo is None else f"workload is {workload!r}; give f(rate, rng) and"
+        raise TypeError(f"{wrong} an Slo(…), as in capacity(draw, slo=Slo(ttft=1.0))")
     numbers = checked_seeds(seeds)
-    built = get(policy) if isinstance(policy, str) else policy
+    built = get(policy)
     limits = scheduler or SchedulerConfig()
     tried: list[TriedRate] = []
 

@@ -1,29 +1,35 @@
 """The same requests under several policies, with an environment stamp and tidy results."""
 
 import json
+import logging
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from cbresearch import formulas, metrics
+from cbresearch.checks import count
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
+from cbresearch.experiments.clock import caution, slowdowns
 from cbresearch.experiments.environment import environment, progress_bar
-from cbresearch.experiments.points import reject_twice
+from cbresearch.experiments.points import check_call, checked_requests, reject_twice
 from cbresearch.experiments.simulation_error import predict_run
 from cbresearch.metrics import Reporting
 from cbresearch.model_shape import ModelShape
+from cbresearch.names import described, suggestion
 from cbresearch.policies import Policy, get
 from cbresearch.request import Rejected, Request, expand
 from cbresearch.scheduler import Scheduler
-from cbresearch.serve import serve
-from cbresearch.simulator import check_limits, simulate, unlimited_cache
+from cbresearch.serve import Run
+from cbresearch.simulator import simulate, unlimited_cache
 from cbresearch.trace import Origin, StepRecord, Trace, write_columns, write_whole
 from cbresearch.workloads import load, resolve_prompts
 
@@ -38,7 +44,14 @@ Workload = str | os.PathLike[str] | Requests
 Policies = str | Policy | Sequence[str | Policy]
 CacheSizer = Callable[[Requests, SchedulerConfig, ModelShape | None], CacheConfig]
 
+T = TypeVar("T")
+
 _PLAIN = Reporting()
+_LOG = logging.getLogger(__name__)
+# Policies take turns while their KV pools together are no larger; each of a larger one serves alone.
+_MOST_POOL_BYTES = 2**31
+_MOST_REASONS = 3
+_MODELS = ("tiny", "smollm2-135m")
 
 
 class Prediction(NamedTuple):
@@ -67,6 +80,7 @@ class Comparison:
         bytes_per_token: KV bytes of one token, or None without a model.
         answers: (prompt text, output text by policy) of each request, where there was a model.
         predictions: What the formulas say beside what was measured.
+        failed: What a policy failed of, by name, if others did not: its run is left out.
     """
 
     traces: Mapping[str, Trace]
@@ -75,16 +89,37 @@ class Comparison:
     bytes_per_token: int | None = None
     answers: tuple[tuple[str, Mapping[str, str]], ...] = ()
     predictions: tuple[Prediction, ...] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
     _kpi: dict[Reporting, list[metrics.KpiRow]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def slowdown(self) -> dict[str, float | None]:
+        """Return the `slowdowns` of the runs on a model, of which the simulator has none."""
+        timed = {name: trace for name, trace in self.traces.items() if trace.origin.model is not None}
+        return slowdowns(timed)
+
+    @property
+    def caution(self) -> str:
+        """Return what to say of seconds that other work on the computer disturbed, or an empty text."""
+        return caution(self.slowdown)
 
     def kpi(self, reporting: Reporting = _PLAIN) -> list[metrics.KpiRow]:
         """Return the key figures, one column a policy; for the same terms they are computed once.
 
         Args:
             reporting: The SLO and the price, for goodput and the cost of tokens.
+
+        Raises:
+            TypeError: It is something else.
         """
+        if not isinstance(reporting, Reporting):
+            raise TypeError(f"reporting is {reporting!r}; give a Reporting(slo=Slo(…), price_per_hour=…)")
         if reporting not in self._kpi:
-            self._kpi[reporting] = metrics.kpi_table(self.traces, self.bytes_per_token, reporting)
+            rows = metrics.kpi_table(self.traces, self.bytes_per_token, reporting)
+            if slowdown := self.slowdown:
+                texts = tuple("–" if value is None else f"{value:.2f}" for value in slowdown.values())
+                rows.append(metrics.KpiRow("step time over that of like steps", "×", texts))
+            self._kpi[reporting] = rows
         return self._kpi[reporting]
 
     def kpi_frame(self, reporting: Reporting = _PLAIN) -> "pd.DataFrame":
@@ -117,28 +152,39 @@ class Comparison:
         Args:
             folder: It is made if it is not there.
             reporting: The SLO and the price, for goodput and the cost of tokens.
+
+        Raises:
+            OSError: A file cannot be written; those that can be are there.
         """
-        names = ("id", "tokens", "arrival", "first_token", "finish", "error")
+        slowdown = self.slowdown
+        keys = ("id", "tokens", "arrival", "first_token", "finish", "error")
         runs: list[dict[str, Any]] = [
             {
                 "policy": trace.policy,
                 "limits": {**asdict(trace.scheduler), **asdict(trace.cache)},
                 "requests": [
-                    {**{name: getattr(record, name) for name in names}, "preemptions": record.num_preemptions}
+                    {**{key: getattr(record, key) for key in keys}, "preemptions": record.num_preemptions}
                     for record in trace.requests
                 ],
-                "metrics": metrics.summary(trace, self.bytes_per_token, reporting),
+                "metrics": {
+                    **metrics.summary(trace, self.bytes_per_token, reporting),
+                    **({"slowdown_over_like_steps": slowdown[name]} if name in slowdown else {}),
+                },
             }
-            for trace in self.traces.values()
+            for name, trace in self.traces.items()
         ]
         rows = [{**row._asdict(), "relative_error": row.relative_error} for row in self.predictions]
         results = {"environment": dict(self.environment), "runs": runs, "predictions": rows}
-        # On one line, for the tokens are millions: json writes that five times as fast as indented lines.
-        write_whole(Path(folder, "results.json"), json.dumps(results, allow_nan=False) + "\n")
-        columns = {policy: trace.request_columns for policy, trace in self.traces.items()}
-        write_columns(Path(folder, "requests.csv"), columns, "policy")
-        columns = {policy: trace.step_columns for policy, trace in self.traces.items()}
-        write_columns(Path(folder, "steps.csv"), columns, "policy")
+        results |= {"caution": self.caution, "failed": dict(self.failed)}
+        requests = {policy: trace.request_columns for policy, trace in self.traces.items()}
+        steps = {policy: trace.step_columns for policy, trace in self.traces.items()}
+        # The last comes first, and none is kept from being written by one that cannot be.
+        with ExitStack() as files:
+            files.callback(write_columns, Path(folder, "steps.csv"), steps, "policy")
+            files.callback(write_columns, Path(folder, "requests.csv"), requests, "policy")
+            # On one line, for the tokens are millions: json writes that five times as fast as indented lines.
+            text = json.dumps(results, allow_nan=False) + "\n"
+            files.callback(write_whole, Path(folder, "results.json"), text)
 
 
 def compare(
@@ -152,8 +198,13 @@ def compare(
     seed: int = 0,
     compile: bool = False,
     trust_remote_code: bool = False,
+    device: str | None = None,
+    dtype: str | None = None,
 ) -> Comparison:
     """Serve a workload once under each policy, on a real model or by a cost model in the simulator.
+
+    On a model the policies take turns, step by step, each behind the others in rows served, so that whatever
+    else the computer does slows all of them alike. A policy that raises ends its own run; the others go on.
 
     Args:
         workload: A preset, a workload file, or requests. In the simulator, text counts as an estimate of its
@@ -168,59 +219,76 @@ def compare(
         seed: Seed of the workload, and of what the model samples.
         compile: Compile the model first: for long runs; see `engine.ModelExecutor`.
         trust_remote_code: Allow code that ships with the weights to run.
+        device: Where a model that is loaded by name runs, such as "cuda"; "cpu" by default.
+        dtype: The element type of a model that is loaded by name, such as "bfloat16"; "float32" by default.
 
     Raises:
         TypeError: There is neither a model nor a cost, or both, or an argument without its name; or the
-            model, the cost or a limit is of another class.
-        ValueError: A name is unknown or a limit out of range.
+            model, the cost, a request or a limit is of another class.
+        ValueError: A name is unknown, a number out of range, or no line of a workload file can be read.
     """
     if misplaced or (model is None) == (cost is None):
         raise TypeError(_advice(workload, policies, *misplaced, both=cost is not None and model is not None))
     sized = None if callable(cache) else cache
-    check_limits(scheduler=(scheduler, SchedulerConfig), cache=(sized, CacheConfig))
+    check_call(cost, scheduler=(scheduler, SchedulerConfig), cache=(sized, CacheConfig))
+    seed = count("seed", seed, 0)
     built = _built(policies)
-    if isinstance(workload, str | os.PathLike):
-        given, label = load(workload, np.random.default_rng(seed)), Path(workload).name
-    else:
-        given = list(workload)
-        label = f"{len(given)} requests"
-    loaded = None if model is None else _loaded(model, trust_remote_code)
+    if isinstance(model, str) and not (model in _MODELS or "/" in model or Path(model).exists()):
+        # Here as well as where models are loaded, which takes seconds to import.
+        known = f"{suggestion(model, _MODELS)} A local folder or a Hub id (org/model) works too"
+        raise ValueError(f"unknown model {model!r}; {known}")
+    given, label = _given(workload, seed)
+    loaded = None if model is None else _loaded(model, trust_remote_code, device, dtype)
     shape = None if loaded is None else loaded.shape
     encode, vocab_size = (None, None) if loaded is None else (loaded.encode, loaded.shape.vocab_size)
     requests = expand(resolve_prompts(given, encode, vocab_size, np.random.default_rng(seed)))
     limits = scheduler or SchedulerConfig()
     pool = cache if isinstance(cache, CacheConfig) else (cache or default_cache)(requests, limits, shape)
     facts: dict[str, object] = {"workload": label, "seed": seed}
-    traces = {}
+    ended: dict[str, Trace | Exception] = {}
     if cost is not None:
         for policy in built:
             # Many steps are taken at once, so that the run is over before a bar is of use.
             with progress_bar(len(requests), policy.name, "request") as bar:
-                traces[policy.name] = simulate(requests, policy, cost=cost, scheduler=limits, cache=pool)
+                try:
+                    ended[policy.name] = simulate(requests, policy, cost=cost, scheduler=limits, cache=pool)
+                except Exception as error:
+                    ended[policy.name] = error
                 bar.update(len(requests))
+        traces, failed = _sorted_out(ended, built)
+        foreseen = _made("predictions", lambda: predictions(traces))
         stamp = environment(**facts, cost=repr(cost))
-        return Comparison(traces, stamp, tuple(requests), predictions=tuple(predictions(traces)))
+        return Comparison(traces, stamp, tuple(requests), predictions=foreseen, failed=failed)
     assert loaded is not None
     from cbresearch.engine import ModelExecutor
 
-    for policy in built:
-        executor = ModelExecutor(loaded, limits, pool, seed=seed, compile=compile)
-        executor.warm_up()
-        with progress_bar(len(requests), policy.name, "request") as bar:
-            mechanism = Scheduler(policy, limits, pool)
-            origin = Origin(model=loaded.name)
-            traces[policy.name] = serve(requests, mechanism, executor, on_step=_shown_on(bar), origin=origin)
     bytes_per_token = formulas.kv_bytes_per_token(loaded.shape)
-    size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, executor.cache.num_bytes)
+    at_once = max(1, _MOST_POOL_BYTES // (bytes_per_token * pool.num_tokens))
+    for first in range(0, len(built), at_once):
+        executors = []
+        for _ in built[first : first + at_once]:
+            executors.append(ModelExecutor(loaded, limits, pool, seed=seed, compile=compile))
+            executors[-1].warm_up()
+        with ExitStack() as bars:
+            runs = {}
+            for policy, executor in zip(built[first:], executors, strict=False):
+                bar = bars.enter_context(progress_bar(len(requests), policy.name, "request"))
+                mechanism, origin = Scheduler(policy, limits, pool), Origin(model=loaded.name)
+                runs[policy.name] = Run(requests, mechanism, executor, _shown_on(bar), origin=origin)
+            ended |= _take_turns(runs)
+    traces, failed = _sorted_out(ended, built)
+    size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, executors[-1].cache.num_bytes)
     facts |= {"device": loaded.model.device, "dtype": loaded.model.dtype, "compiled": compile}
     threads = os.environ.get("OMP_NUM_THREADS", "default")
+    fitted = _made("simulated speed-up", lambda: _fitted(traces, requests, built))
     return Comparison(
         traces,
         environment(model=loaded.name, **facts, omp_num_threads=threads),
         tuple(requests),
         bytes_per_token,
-        tuple(_answers(expand(given), traces, loaded.decode)),
-        (*predictions(traces), *_fitted(traces, requests, built), size),
+        _made("answers", lambda: _answers(expand(given), traces, loaded.decode)),
+        (*_made("predictions", lambda: predictions(traces)), *fitted, size),
+        failed,
     )
 
 
@@ -262,27 +330,30 @@ def predictions(traces: Mapping[str, Trace]) -> list[Prediction]:
     """Predict what the first static and the first other run should have shown, from the output lengths alone.
 
     The closed forms assume that all requests are there from the start and that memory and the token budget
-    never bind; where that is not so, the error says how much it matters.
+    never bind; where that is not so, the error says how much it matters. Counts of steps come first, which do
+    not depend on the clock; the speed-ups below them do.
     """
     pair = _static_and_other(traces)
     if pair is None:
         return []
     static, other = pair
-    lengths = [len(record.tokens) for record in static.served]
+    lengths = [len(record.tokens) for record in static.served if record.tokens]
     seats = static.scheduler.max_num_seqs
     mean, longest = float(np.mean(lengths)), formulas.expected_max(lengths, seats)
     static_steps = formulas.static_steps(lengths, seats)
     other_steps = formulas.continuous_steps(lengths, seats)
     utilization, speed_up = metrics.utilization(static), metrics.speed_up(static, other)
     endless = "endless queue of these lengths"
+    finite = formulas.finite_speed_up(lengths, seats)
     static_use, speed = formulas.static_utilization(mean, longest), formulas.speed_up(mean, longest)
     rows = [
         (f"static: utilization, {endless}, E[X]/E[M_B]", static_use, utilization),
         ("static: utilization, this queue", sum(lengths) / (seats * static_steps), utilization),
         ("static: steps, sum of batch maxima", static_steps, len(static.steps)),
         (f"{other.policy}: steps, list scheduling", other_steps, len(other.steps)),
+        ("speed-up in steps, this queue", finite, len(static.steps) / len(other.steps)),
         (f"speed-up, {endless}, E[M_B]/E[X]", speed, speed_up),
-        ("speed-up, this queue, equal steps", formulas.finite_speed_up(lengths, seats), speed_up),
+        ("speed-up, this queue, equal steps", finite, speed_up),
     ]
     return [Prediction(*row) for row in rows]
 
@@ -306,17 +377,80 @@ def _shown_on(bar: "tqdm[Any]") -> Callable[[StepRecord], None]:
     return advance
 
 
-def _loaded(model: "str | LoadedModel", trust_remote_code: bool) -> "LoadedModel":
+def _take_turns(runs: Mapping[str, Run]) -> dict[str, Trace | Exception]:
+    """Serve several runs, a step of one at a time, and return the trace or the error of each."""
+    ended: dict[str, Trace | Exception] = {}
+    steps = {name: run.steps() for name, run in runs.items()}
+    num_rows: Counter[str] = Counter()
+    while steps:
+        # What is computed is nearly the same in all, so that all are as far and end together.
+        name = min(steps, key=num_rows.__getitem__)
+        try:
+            num_rows[name] += next(steps[name])
+        except Exception as error:
+            ended[name] = runs[name].trace() if isinstance(error, StopIteration) else error
+            del steps[name]
+    return ended
+
+
+def _sorted_out(
+    ended: Mapping[str, Trace | Exception], policies: Iterable[Policy]
+) -> tuple[dict[str, Trace], dict[str, str]]:
+    """Return the traces in the order of the policies, and what the others failed of; raise if all did."""
+    outcomes = {policy.name: ended[policy.name] for policy in policies}
+    traces = {name: one for name, one in outcomes.items() if isinstance(one, Trace)}
+    failed = {name: described(one) for name, one in outcomes.items() if isinstance(one, Exception)}
+    for name, one in outcomes.items():
+        if isinstance(one, Exception) and not traces:
+            raise one
+        if isinstance(one, Exception):
+            _LOG.warning("policy %r failed, and its run is left out: %s", name, failed[name])
+    return traces, failed
+
+
+def _made(what: str, make: Callable[[], Iterable[T]]) -> tuple[T, ...]:
+    """Return what is made of finished runs; where that fails they are not lost to it, and it is left out."""
+    try:
+        return tuple(make())
+    except Exception as error:
+        _LOG.warning("the %s cannot be made, and are left out: %s", what, described(error))
+        return ()
+
+
+def _given(workload: Workload, seed: int) -> tuple[list[Request | Rejected], str]:
+    """Return a workload's requests and its label; a file of which no line can be read is refused."""
+    if not isinstance(workload, str | os.PathLike):
+        requests = checked_requests(workload)
+        return requests, f"{len(requests)} requests"
+    given, label = load(workload, np.random.default_rng(seed)), Path(workload).name
+    errors = [one.error for one in given if isinstance(one, Rejected)]
+    if errors and len(errors) == len(given):
+        more = f"; and {len(errors) - _MOST_REASONS} more" if len(errors) > _MOST_REASONS else ""
+        reasons = "; ".join(errors[:_MOST_REASONS])
+        raise ValueError(f"workload {label!r}: no line of {len(errors)} can be read: {reasons}{more}")
+    return given, label
+
+
+def _loaded(
+    model: "str | LoadedModel", trust_remote_code: bool, device: str | None, dtype: str | None
+) -> "LoadedModel":
     from cbresearch import models
 
     if not isinstance(model, str | models.LoadedModel):
         raise TypeError(f"model is {model!r}; give a name such as 'tiny', or what models.load returned")
-    return models.load(model, trust_remote_code=trust_remote_code) if isinstance(model, str) else model
+    if isinstance(model, str):
+        place = models.placement(device, dtype)
+        return models.load(model, trust_remote_code=trust_remote_code, **place)
+    if device is not None or dtype is not None:
+        raise TypeError(f"model {model.name!r} is loaded already; give device and dtype to models.load")
+    return model
 
 
 def _built(policies: Policies) -> list[Policy]:
     """Build the policies, and see that each has a name of its own, by which its run is known."""
-    given = [policies] if isinstance(policies, str | Policy) else list(policies)
+    # What is neither a policy nor several is left to `get`, which says so.
+    is_one = isinstance(policies, str) or not isinstance(policies, Iterable)
+    given: list[Any] = [policies] if is_one else list(policies)  # type: ignore[arg-type]
     if not given:
         raise ValueError("no policy is given; name at least one, such as 'fcfs'")
     built = [get(policy) for policy in given]
@@ -335,10 +469,10 @@ def _answers(
 
 
 def _static_and_other(traces: Mapping[str, Trace]) -> tuple[Trace, Trace] | None:
-    """Return the first static run and the first other one that served a request, if there are both."""
+    """Return the first static run and the first other one that gave out a token, if there are both."""
     first: dict[bool, Trace] = {}
     for trace in traces.values():
-        if trace.steps:
+        if any(record.tokens for record in trace.served):
             first.setdefault(trace.policy.partition(":")[0] == "static", trace)
     return (first[True], first[False]) if len(first) == 2 else None
 

@@ -4,9 +4,13 @@ import os
 import platform
 import sys
 from importlib import metadata
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from tqdm.auto import tqdm
+
+_PROBE_BYTES = 2**16
 
 
 def environment(**facts: object) -> dict[str, str]:
@@ -36,3 +40,28 @@ def progress_bar(total: int | None, label: str, unit: str, initial: int = 0) -> 
     # Asked for by hand, since tqdm's notebook bar does not read its own variable.
     quiet = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
     return tqdm(total=total, initial=initial, desc=label, unit=unit, file=sys.stderr, disable=quiet)
+
+
+def usable_folder(what: str, folder: str | os.PathLike[str]) -> Path:
+    """Make a folder if it is not there, and see that it takes files, before the work whose results go there.
+
+    Args:
+        what: What the error message calls it.
+        folder: Its path, which may begin with `~`.
+
+    Raises:
+        ValueError: It is, or lies in, a file; it cannot be written; or the disk is full.
+    """
+    path = Path(os.path.expanduser(folder))
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=path) as file:
+            file.write(bytes(_PROBE_BYTES))
+    except OSError as error:
+        if isinstance(error, FileExistsError | NotADirectoryError):
+            raise ValueError(f"{what} {str(folder)!r} is, or lies in, a file; name a folder") from None
+        reason = error.strerror or error
+        raise ValueError(
+            f"{what} {str(folder)!r} cannot be written ({reason}); name another folder"
+        ) from error
+    return path

@@ -12,7 +12,7 @@ from cbresearch.costs import CostModel
 from cbresearch.metrics import Reporting, Slo, summary
 from cbresearch.policies import Policy
 from cbresearch.request import Rejected, Request, expand
-from cbresearch.simulator import simulate
+from cbresearch.simulator import check_limits, simulate
 from cbresearch.trace import Trace
 from cbresearch.workloads import load, resolve_prompts
 
@@ -46,7 +46,7 @@ def serve_point(point: Point) -> Trace:
     """Draw a point's requests from its seed alone, and serve them in the simulator."""
     rng = np.random.default_rng(point.seed)
     workload = point.workload
-    given = load(workload, rng) if isinstance(workload, str) else list(workload(rng))
+    given = load(workload, rng) if isinstance(workload, str) else checked_requests(workload(rng))
     requests = expand(resolve_prompts(given, None, None, np.random.default_rng(point.seed)))
     return simulate(requests, point.policy, cost=point.cost, scheduler=point.scheduler, cache=point.cache)
 
@@ -111,9 +111,45 @@ def _run(function: Callable[..., Any], place: int, content: bytes) -> tuple[int,
     import cloudpickle
 
     try:
-        return place, function(*cloudpickle.loads(content)), None
+        try:
+            return place, function(*cloudpickle.loads(content)), None
+        except OSError:
+            # A full disk keeps a result from being kept, not from being computed.
+            return place, getattr(function, "func", function)(*cloudpickle.loads(content)), None
     except Exception as error:
         return place, None, f"{type(error).__name__}: {error}"
+
+
+def check_call(cost: Any, n_jobs: Any = None, **limits: tuple[object, type]) -> None:
+    """Reject what no run can be made with, before any begins; TypeError.
+
+    Args:
+        cost: A function, or None.
+        n_jobs: A number of processes for joblib, or None.
+        **limits: As for `simulator.check_limits`.
+    """
+    if cost is not None and not callable(cost):
+        raise TypeError(f"cost is {cost!r}; give a function from a Plan to seconds, such as Linear(0.01)")
+    if n_jobs is not None and (type(n_jobs) is not int or n_jobs == 0):
+        raise TypeError(f"n_jobs is {n_jobs!r}; give a number of processes, -1 for all cores, or None")
+    check_limits(**limits)
+
+
+def checked_requests(requests: Any) -> list[Request | Rejected]:
+    """Return requests as a list.
+
+    Raises:
+        TypeError: They are something else.
+    """
+    if not isinstance(requests, Iterable):
+        raise TypeError(f"the requests are {requests!r}; give several, such as [Request('a', 5, 3)]")
+    given = list(requests)
+    for place, one in enumerate(given):
+        if not isinstance(one, Request | Rejected):
+            raise TypeError(
+                f"entry {place} of the requests is {one!r}; give a Request(id, prompt, max_tokens)"
+            )
+    return given
 
 
 def checked_seeds(seeds: Any) -> list[int]:

@@ -83,10 +83,12 @@ def predict_run(
     Raises:
         ValueError: As for `simulator.policy_of`.
     """
-    lengths = {record.id: len(record.tokens) or None for record in trace.requests}
     known = [
-        replace(request, output_length=lengths[request.id]) if isinstance(request, Request) else request
-        for request in requests
+        replace(request, output_length=len(record.tokens))
+        if isinstance(request, Request) and record.tokens
+        # Whatever it failed of, it got nothing.
+        else Rejected(request.id, record.error or "it got no token", request.arrival)
+        for request, record in zip(requests, trace.requests, strict=True)
     ]
     scheduler = Scheduler(policy_of(trace, policy), trace.scheduler, trace.cache)
     return serve(known, scheduler, CostExecutor(cost, trace.outputs))

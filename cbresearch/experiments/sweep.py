@@ -12,9 +12,17 @@ import numpy as np
 
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.experiments.environment import environment, progress_bar
+from cbresearch.experiments.environment import environment, progress_bar, usable_folder
 from cbresearch.experiments.fingerprint import fingerprint, package_fingerprint
-from cbresearch.experiments.points import Draw, Point, checked_seeds, measure, reject_twice, run_all
+from cbresearch.experiments.points import (
+    Draw,
+    Point,
+    check_call,
+    checked_seeds,
+    measure,
+    reject_twice,
+    run_all,
+)
 from cbresearch.metrics import Slo, mean_interval
 from cbresearch.names import suggestion
 from cbresearch.policies import Policy, get
@@ -171,9 +179,11 @@ def sweep(
         n_jobs: Processes at once, -1 for all cores; None is 1, or what `joblib.parallel_config` says.
 
     Raises:
-        ValueError: Something is given twice or not at all, a function has no name, or, with a folder, what
-            the runs depend on cannot be read.
+        TypeError: The cost, the SLO or a limit is of another class.
+        ValueError: Something is given twice or not at all, a function has no name, the folder cannot be
+            written, or, with a folder, what the runs depend on cannot be read.
     """
+    check_call(cost, n_jobs, slo=(slo, Slo))
     drawn = {
         label: os.fspath(workload) if isinstance(workload, os.PathLike) else workload
         for label, workload in _labelled(workloads, _workload_label, "workload").items()
@@ -199,6 +209,7 @@ def sweep(
     num_failed, num_kept = len(runs) - len(points), 0
     function, keys = measure, dict.fromkeys(points, "")
     if folder is not None:
+        folder = usable_folder("folder", folder)
         from joblib import Memory
 
         package = package_fingerprint()
@@ -270,12 +281,12 @@ def _built(policy: str | Policy) -> Policy | str:
 
 
 def _several(given: Any, single: Any, what: str) -> list[Any]:
-    things = [given] if isinstance(given, single) else list(given)
+    things = [given] if isinstance(given, single) or not isinstance(given, Iterable) else list(given)
     if not things:
         raise ValueError(f"no {what} is given; give at least one")
     strange = [thing for thing in things if not isinstance(thing, single)]
     if strange:
-        raise ValueError(f"the {what} is {strange[0]!r}, which is of another kind")
+        raise ValueError(f"the {what} is {strange[0]!r}, which is of another kind; give a {what}(…)")
     reject_twice(things, what)
     return things
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 
 from cbresearch.metrics.slo import Slo
 
@@ -18,6 +19,7 @@ class Reporting:
         currency: Currency of the price.
 
     Raises:
+        TypeError: The SLO is something else.
         ValueError: The price is not a finite number of 0 or more.
     """
 
@@ -26,6 +28,8 @@ class Reporting:
     currency: str = "USD"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.slo, Slo | None):
+            raise TypeError(f"slo is {self.slo!r}; give an Slo, such as Slo(ttft=1.0), or leave it out")
         price = self.price_per_hour
-        if price is not None and not 0 <= price < math.inf:
+        if price is not None and not (isinstance(price, Real) and 0 <= price < math.inf):
             raise ValueError(f"price_per_hour is {price!r}; give a finite price of 0 or more")

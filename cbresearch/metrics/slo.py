@@ -1,8 +1,8 @@
 """What a client was promised, and how much of it was kept."""
 
-import math
 from dataclasses import dataclass
 
+from cbresearch.checks import real
 from cbresearch.metrics.basic import makespan
 from cbresearch.trace import RequestRecord, Trace
 
@@ -32,8 +32,7 @@ class Slo:
         if not given:
             raise ValueError("an SLO demands nothing; give ttft, tpot or latency in seconds")
         for name, seconds in given.items():
-            if not 0 < seconds < math.inf:
-                raise ValueError(f"the SLO's {name} is {seconds!r}; give a positive number of seconds")
+            real(f"the SLO's {name}", seconds, positive=True, unit="seconds")
 
     def is_met(self, record: RequestRecord) -> bool:
         """Return whether a request was served to its end within every demand."""

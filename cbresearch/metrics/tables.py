@@ -15,11 +15,13 @@ __all__ = ["KpiRow", "kpi_table", "summary"]
 _MEASURES = (basic.ttft, basic.tpot, basic.itl, basic.latency, basic.queue_time)
 
 # Name, unit, key in `summary`, and what its value is multiplied by.
+# Counts come first: they do not depend on the clock.
 _ROWS: tuple[tuple[str, str, str, float], ...] = (
-    ("output throughput", "tokens/s", "output_throughput_tokens_per_s", 1),
-    ("request throughput", "requests/s", "request_throughput_requests_per_s", 1),
+    ("steps", "", "num_steps", 1),
     ("mean occupancy", "rows", "occupancy_rows", 1),
     ("utilization", "%", "utilization", 100),
+    ("output throughput", "tokens/s", "output_throughput_tokens_per_s", 1),
+    ("request throughput", "requests/s", "request_throughput_requests_per_s", 1),
     ("TTFT p50", "ms", "ttft_p50_s", 1e3),
     ("TTFT p99", "ms", "ttft_p99_s", 1e3),
     ("TPOT p50", "ms", "tpot_p50_s", 1e3),

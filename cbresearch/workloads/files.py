@@ -244,7 +244,7 @@ def read_trace(
 def find(name: str | os.PathLike[str]) -> Path | None:
     """Return where a file is: at this path, or of this name in the folder that CBRESEARCH_DATA names."""
     name, folder = os.path.expanduser(_name(name)), os.environ.get("CBRESEARCH_DATA")
-    paths = [Path(name), Path(folder) / name] if folder else [Path(name)]
+    paths = [Path(name), Path(os.path.expanduser(folder)) / name] if folder else [Path(name)]
     return next((path for path in paths if name and os.path.exists(path)), None)
 
 

@@ -245,33 +245,6 @@ def test_bad_input_ends_with_status_2_the_value_the_remedy_and_no_file(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["workload.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"max_num_seqs": "many"},
-        {"block_size": "1.5"},
-        {"policy": None},
-        {"workload": None},
-        {"cost": None},
-        {"output": None},
-        {"preemption": "forget"},
-        {"no_such_option": 1},
-    ],
-    ids=str,
-)
-def test_an_option_that_is_missing_or_misspelt_ends_with_status_2_and_the_usage(tmp_path, capsys, changes):
-    workload(tmp_path)
-    if "output" in changes:
-        arguments = [part for part in simulate_arguments(tmp_path) if "output" not in part]
-    else:
-        arguments = simulate_arguments(tmp_path, **changes)
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    assert stopped.value.code == 2
-    assert "usage:" in capsys.readouterr().err
-    assert files(tmp_path) == ["workload.jsonl"]
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_an_output_folder_that_is_a_file_is_rejected_before_the_work(tmp_path, capsys, inside):
     workload(tmp_path)
@@ -482,7 +455,7 @@ def test_measured_steps_take_time_and_respect_the_limits(compared):
 
 @pytest.mark.parametrize(
     ("model", "near"),
-    [("tyny", "'tiny'"), ("smollm", "'smollm2-135m'"), ("zzzzzz", "'tiny' and 'smollm2-135m'")],
+    [("tyny", "'tiny'"), ("smollm", "'smollm2-135m'"), ("zzzzzz", "there is 'tiny', 'smollm2-135m'")],
 )
 def test_an_unknown_model_is_answered_with_the_near_miss_and_no_file(tmp_path, capsys, model, near):
     arguments = ["compare", "--model", model, "--workload", workload(tmp_path), "--policy", "fcfs"]
@@ -634,6 +607,23 @@ def test_a_request_that_meets_weights_that_are_not_finite_fails_alone(policy):
     assert healthy.error is following.error is None
     assert len(healthy.tokens) == 4
     assert following.tokens == healthy.tokens
+
+
+def test_requests_without_a_token_leave_static_and_others_to_be_compared():
+    from cbresearch import models
+
+    spoilt = models.wrap("spoilt", small_model(spoil=7))
+    requests = [Request("sick", [7], 4), *(Request(str(n), [n, 2], 4) for n in range(2, 5))]
+    comparison = compare(requests, ["static", "fcfs"], model=spoilt)
+    for trace in comparison.traces.values():
+        assert trace.requests[0].tokens == ()
+        assert [record.error is None for record in trace.requests[1:]] == [True] * 3
+    rows = {row.quantity: row for row in comparison.predictions}
+    assert rows["static: steps, sum of batch maxima"].predicted == max(
+        len(record.tokens) for record in comparison.traces["static"].requests
+    )
+    only_sick = compare(requests[:1], ["static", "fcfs"], model=spoilt)
+    assert [row.quantity for row in only_sick.predictions] == ["KV pool (bytes)"]
 
 
 def test_a_run_in_which_every_request_fails_says_so_and_ends_with_1(tmp_path, capsys):

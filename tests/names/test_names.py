@@ -36,6 +36,8 @@ FACTORIES = {"animal": Animal, "strict": strict, "nothing": lambda: "nothing"}
         ("mine.py:Mine", "mine.py:Mine", {}),
         ("lib/mine.py:Mine:alpha=0.5,fast", "lib/mine.py:Mine", {"alpha": 0.5, "fast": True}),
         ("mine.py", "mine.py:", {}),
+        (r"C:\my policies\mine.py:Mine:a=1", r"C:\my policies\mine.py:Mine", {"a": 1}),
+        ("a.b/mine.py::a=1", "a.b/mine.py:", {"a": 1}),
     ],
 )
 def test_parse_splits_a_name_from_its_options(text, name, options):
@@ -105,9 +107,10 @@ def file(tmp_path, monkeypatch):
     return tmp_path / "mine.py"
 
 
-def test_load_returns_the_class_that_a_file_defines(file):
-    for path in ("mine.py", str(file)):
-        loaded = names.load("animal", f"{path}:Cat", Animal)
+def test_load_returns_the_class_that_a_file_defines(file, monkeypatch):
+    monkeypatch.setenv("HOME", str(file.parent))
+    for name in ("mine.py:Cat", f"{file}:Cat", "mine.py:", f"~/{file.name}:Cat"):
+        loaded = names.load("animal", name, Animal)
         assert issubclass(loaded, Animal)
         assert loaded.__name__ == "Cat"
 
@@ -117,7 +120,6 @@ def test_load_returns_the_class_that_a_file_defines(file):
     [
         ("your.py:Cat", "animal 'your.py:Cat': there is no file 'your.py' in "),
         ("mine.py:Cta", "'mine.py' defines no Animal 'Cta'; did you mean 'Cat'?"),
-        ("mine.py:", "'mine.py' defines no Animal ''; there is 'Cat'"),
         ("mine.py:Table", "'mine.py' defines no Animal 'Table'"),
         ("mine.py:NUMBER", "'mine.py' defines no Animal 'NUMBER'"),
     ],
