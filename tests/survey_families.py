@@ -19,6 +19,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
+from conftest import generate_alone
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -35,7 +36,6 @@ from cbresearch.policies import get as get_policy
 from cbresearch.request import Request
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
-from conftest import generate_alone
 
 VOCAB_SIZE = 99
 NUM_TOKENS = 8

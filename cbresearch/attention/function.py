@@ -111,14 +111,14 @@ def attention_function(
     if isinstance(paged, PagedStep) and paged.cache.backend == "triton":
         step = paged.kernel_inputs
     layer: int = module.layer_idx  # type: ignore[assignment]
-    pool = getattr(paged, "cache", paged)
+    pool: Any = getattr(paged, "cache", paged)
     if getattr(pool, "latent_dim", None) is None:
-        cached = (query.shape[2], key.shape[1], key.shape[3] + value.shape[3])
-        # The kernels write where they are told to.
-        if (expected := (key.shape[2], *pool.kv[layer].shape[1:])) != cached:
+        # What computes the attention writes as many elements as it is given.
+        given = (key.shape[2], key.shape[1], key.shape[3] + value.shape[3])
+        if given != (expected := (query.shape[2], *pool.kv[layer].shape[1:])):
             raise ValueError(
-                f"{type(module).__name__} hands over keys and values of {cached} (tokens, KV heads, elements), "
-                f"where {expected} are expected by the step and the model's config"
+                f"{type(module).__name__} hands over keys and values of {given} (tokens, KV heads, elements) "
+                f"where the step and the model's config say {expected}"
             )
     window = sliding_window if sliding_window is not None else step.windows[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

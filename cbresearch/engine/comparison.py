@@ -101,8 +101,8 @@ def _problem(
         )
     if worst > _TOLERANCES[model.dtype]:
         return (
-            f"its logits in a batch differ from those of its own forward, by {worst:.2g} of the largest; a mask, a "
-            "bias, positions or a state of its own take no part in the paged attention"
+            f"its logits in a batch differ from those of its own forward, by {worst:.2g} of the largest; a "
+            "mask, a bias, positions or a state of its own take no part in the paged attention"
         )
     return None
 
@@ -116,7 +116,7 @@ def _own_logits(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _length_over_windows(loaded: LoadedModel) -> int:
-    """Return a length beyond small windows and chunks, and beyond the config's own where that costs little."""
+    """Return a length beyond small windows and chunks, and beyond the config's where that costs little."""
     config = loaded.model.config.get_text_config().to_dict()
     sizes = [int(size) for size in re.findall(r"'\w*(?:window|chunk|original_max)\w*': (\d+)", str(config))]
     most = _MOST_APPLIED // loaded.shape.num_parameters

@@ -241,7 +241,9 @@ class ModelExecutor:
         self._sampler.seat(seat, request)
         self._detokenizers.pop(seat, None)
         if sampling.stop:
-            detokenizer = Detokenizer(self.loaded.decode, sampling.stop, sampling.min_tokens)
+            detokenizer = Detokenizer(
+                self.loaded.decode_for(sampling.stop), sampling.stop, sampling.min_tokens
+            )
             detokenizer.push(*output_token_ids)
             self._detokenizers[seat] = detokenizer
 
