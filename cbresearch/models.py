@@ -92,10 +92,9 @@ def load(
         return replace(wrap(name, tiny), encode=_encode_bytes)
     if name == "smollm2-135m":
         model, tokenizer = _from_folder(_smollm2_folder(), dtype, False)
-    elif (path := Path(name).expanduser()).exists():
-        model, tokenizer = _from_folder(path, dtype, trust_remote_code)
-    elif re.fullmatch(r"[\w.-]*[\w-]/[\w.-]+", name):
-        model, tokenizer = _from_folder(name, dtype, trust_remote_code)
+    elif (path := Path(name).expanduser()).exists() or re.fullmatch(r"[\w.-]*[\w-]/[\w.-]+", name):
+        source = path if path.exists() else name
+        model, tokenizer = _from_folder(source, dtype, trust_remote_code)
     else:
         near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}" if near else "there is 'tiny' and 'smollm2-135m'"
@@ -279,7 +278,8 @@ def _from_folder(
     if isinstance(source, Path):
         file = source if source.is_file() else _quantized_in(source)
         source = source if file is None else file.parent
-        has_tokenizer = file is not None or any(map(_is_of_tokenizer, source.iterdir()))
+        names = " ".join(read.name for read in source.iterdir())
+        has_tokenizer = file is not None or re.search(r"tokenizer|vocab|tekken|\.model\b", names) is not None
         if file is not None:
             options["gguf_file"] = file.name
             del how["use_safetensors"]
@@ -309,10 +309,6 @@ def _from_folder(
     return loaded[0], tokenizer
 
 
-def _is_of_tokenizer(file: Path) -> bool:
-    return re.match(r"tokenizer|vocab|merges|tekken|.*\.model$", file.name) is not None
-
-
 def _quantized_in(folder: Path) -> Path | None:
     """Return the only GGUF file with a model in a folder, or None where there are other weights."""
     if any(folder.glob("*.safetensors")):
@@ -335,26 +331,25 @@ def _reject_broken(file: Path) -> None:
     """Reject a file of a model that is not what its name says."""
     if file.suffix not in (".safetensors", ".gguf", ".json", ".model", ".txt") or not file.is_file():
         return
-    size = file.stat().st_size
+    size, problem = file.stat().st_size, None
     with file.open("rb") as opened:
         head = opened.read(64)
-        problem = None
         if not head:
             problem = "is empty"
         elif head.startswith(b"version https://git-lfs"):
             problem = "is a Git LFS pointer instead of the file; run: git lfs pull"
-        elif head.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        elif re.match(rb"\s*<(!doctype|html)", head, re.IGNORECASE):
             problem = "is a web page instead of the file"
         elif file.suffix == ".gguf" and not head.startswith(b"GGUF"):
             problem = "is no GGUF file"
         elif file.suffix == ".safetensors":
             opened.seek(8)
             try:
-                header = json.loads(opened.read(int.from_bytes(head[:8], "little")))
+                header = json.loads(opened.read(min(size, int.from_bytes(head[:8], "little"))))
                 ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-                needed = opened.tell() + max(ends, default=0)
-                problem = f"is cut: it has {size:,} of {needed:,} bytes" if size < needed else None
-            except (ValueError, OverflowError, MemoryError, LookupError, TypeError, AttributeError):
+                if size < (needed := opened.tell() + max(ends, default=0)):
+                    problem = f"is cut: it has {size:,} of {needed:,} bytes"
+            except (ValueError, LookupError, TypeError, AttributeError):
                 problem = f"has {size:,} bytes, which do not begin as a safetensors file does"
     if problem is not None:
         raise ValueError(f"{str(file)!r} {problem}; download it again")
@@ -362,30 +357,35 @@ def _reject_broken(file: Path) -> None:
 
 def _reject_incomplete(name: str, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
     """Reject weights that the model lacks, or that would go unused where the model has the like."""
-    mismatched = {key for key, *_ in found["mismatched_keys"]}
-    owners = {re.sub(r"\d+", "#", key.rpartition(".")[0]) for key, _ in model.named_parameters()}
-    unused = {
-        key for key in found["unexpected_keys"] if re.sub(r"\d+", "#", key.rpartition(".")[0]) in owners
-    }
-    for what, keys in (
-        ("lacks weights that its config asks for", set(found["missing_keys"]) - mismatched),
+
+    def owner(weight: str) -> str:
+        return re.sub(r"\d+", "#", weight.rpartition(".")[0])
+
+    owners = {owner(weight) for weight, _ in model.named_parameters()}
+    mismatched = {weight for weight, *_ in found["mismatched_keys"]}
+    for what, weights in (
+        ("lacks weights that its config asks for", found["missing_keys"] - mismatched),
         ("has weights of other sizes than its config says", mismatched),
-        ("has weights for which its config has no place", unused),
+        (
+            "has weights for which its config has no place",
+            {weight for weight in found["unexpected_keys"] if owner(weight) in owners},
+        ),
     ):
-        if keys:
-            first = ", ".join(sorted(keys)[:3])
-            raise ValueError(f"model {name!r} {what}: {first}, {len(keys)} in all; take a whole checkpoint")
+        if weights:
+            first = ", ".join(sorted(weights)[:3])
+            raise ValueError(
+                f"model {name!r} {what}: {first}, {len(weights)} in all; take a whole checkpoint"
+            )
 
 
 def _hub_answers() -> bool:
     """Return whether the Hub can be reached; where it cannot, it would be asked again and again."""
     url = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
-    if urllib.request.getproxies():
-        return True
     try:
         socket.create_connection((url.hostname or "", url.port or 443), timeout=2).close()
     except OSError:
-        return False
+        # A proxy may reach it.
+        return bool(urllib.request.getproxies())
     return True
 
 

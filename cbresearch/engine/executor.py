@@ -126,13 +126,16 @@ class ModelExecutor:
         Raises:
             ValueError: The model cannot be served right; see `reject_differing`.
         """
-        reject_differing(self.loaded, self.cache, self._run_model, self._threads)
+
+        def forward(token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> torch.Tensor:
+            with self._threads():
+                return self._run_model(token_ids, step, places)
+
+        reject_differing(self.loaded, self.cache, forward)
         blocks = np.arange(min(num_seqs, self._num_seats, self.cache.config.num_blocks))
         ones = np.ones_like(blocks)
         for _ in range(num_steps):
-            with self._threads():
-                step = PagedStep(self.cache, blocks[:, None], np.zeros_like(ones), ones)
-                self._run_model(ones, step, blocks)
+            forward(ones, PagedStep(self.cache, blocks[:, None], np.zeros_like(ones), ones), blocks)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
