@@ -28,8 +28,8 @@ CORE = {
     # Over the floor plan's 500: files that survive a kill and distrust a stranger, and columns by decode run.
     "serve trace": 740,
     "costs simulator": 560,
-    # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure; each model
-    # compared with its own forward; checkpoints and chat templates that lack something.
+    # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure; each
+    # model compared with its own forward; checkpoints and chat templates that lack something.
     "kernels attention models engine cpu": 2616,
     "__init__": 70,
 }
