@@ -126,16 +126,14 @@ class ModelExecutor:
         Raises:
             ValueError: The model cannot be served right; see `reject_differing`.
         """
-
-        def forward(token_ids: np.ndarray, step: PagedStep, places: np.ndarray) -> torch.Tensor:
-            with self._threads():
-                return self._run_model(token_ids, step, places)
-
-        reject_differing(self.loaded, self.cache, forward)
         blocks = np.arange(min(num_seqs, self._num_seats, self.cache.config.num_blocks))
         ones = np.ones_like(blocks)
-        for _ in range(num_steps):
-            forward(ones, PagedStep(self.cache, blocks[:, None], np.zeros_like(ones), ones), blocks)
+        # Without threads that PyTorch would wait for: the model's own forward is many short operators too.
+        with self._threads():
+            reject_differing(self.loaded, self.cache, self._run_model)
+            for _ in range(num_steps):
+                step = PagedStep(self.cache, blocks[:, None], np.zeros_like(ones), ones)
+                self._run_model(ones, step, blocks)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
