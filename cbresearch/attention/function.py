@@ -23,6 +23,7 @@ _NOT_APPLIED = ("block_indices", "indices", "position_bias", "sinks")
 class OwnStep(Protocol):
     """A step in a form of its own, which attends by itself; as `attend_with_triton` does."""
 
+    kv: tuple[Tensor, ...]
     windows: tuple[int | None, ...]
 
     def attend(
@@ -80,7 +81,7 @@ def attention_function(
         key: `[1, num_kv_heads, num_tokens, head_dim]`, rotated. With latent attention, those of all tokens
             that the step reads, as `LatentCache` returned them.
         value: As `key`; its heads may have another size.
-        attention_mask: Unused: the step says which keys a query sees.
+        attention_mask: None: the step says which keys a query sees.
         scaling: Factor on the scores; 1 / sqrt(head_dim) by default.
         paged: The step, or the form of it that one backend takes.
         sliding_window: Keys that a query sees at most, its own included; None for what the pool says.
@@ -94,20 +95,31 @@ def attention_function(
     Raises:
         ValueError: The model asks for what is not applied here, or was called outside a ModelExecutor.
     """
-    for name in _NOT_APPLIED:
-        if others.get(name) is not None:
+    asked = {repr(name): others.get(name) for name in _NOT_APPLIED}
+    for name, argument in {"a mask or bias of its own": attention_mask, **asked}.items():
+        if argument is not None:
             raise ValueError(
-                f"{type(module).__name__} asks for {name!r}, which the paged attention does not apply; "
+                f"{type(module).__name__} asks for {name}, which the paged attention does not apply; "
                 "take a model without it"
             )
     if paged is None:
         raise ValueError(
-            f"the attention {ATTENTION_NAME!r} runs only inside a ModelExecutor; restore the model's own"
+            f"the attention {ATTENTION_NAME!r} runs only inside a ModelExecutor, in layers that hand on the "
+            f"keyword arguments of a forward; {type(module).__name__} was called without a step"
         )
     step = paged
     if isinstance(paged, PagedStep) and paged.cache.backend == "triton":
         step = paged.kernel_inputs
     layer: int = module.layer_idx  # type: ignore[assignment]
+    pool: Any = getattr(paged, "cache", paged)
+    if getattr(pool, "latent_dim", None) is None:
+        # What computes the attention writes as many elements as it is given.
+        given = (key.shape[2], key.shape[1], key.shape[3] + value.shape[3])
+        if given != (expected := (query.shape[2], *pool.kv[layer].shape[1:])):
+            raise ValueError(
+                f"{type(module).__name__} hands over keys and values of {given} (tokens, KV heads, elements) "
+                f"where the step and the model's config say {expected}"
+            )
     window = sliding_window if sliding_window is not None else step.windows[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tensors = (layer, query, key, value)

@@ -10,6 +10,7 @@ import torch
 from cbresearch.attention import PagedCache, PagedStep, choose_backend
 from cbresearch.config import CacheConfig, ModelShape, SchedulerConfig
 from cbresearch.cpu.forward import CompiledForward, NativeForward, is_native, native_threads
+from cbresearch.engine.comparison import reject_differing
 from cbresearch.engine.detokenizer import Detokenizer
 from cbresearch.engine.forward import EagerForward, Forward, GraphForward
 from cbresearch.engine.sampler import Sampler, SamplerOutput
@@ -120,26 +121,19 @@ class ModelExecutor:
             )
 
     def warm_up(self, num_seqs: int = 8, num_steps: int = 3) -> None:
-        """Run a few forwards before anything is measured, so that no first-time cost is in the numbers.
+        """Compare with the model's own forward, and run decodes, so that no first-time cost is measured.
 
         Raises:
-            ValueError: The model has layers that do not attend through the paged cache.
+            ValueError: The model cannot be served right; see `reject_differing`.
         """
-        mark = 12345.0
-        for layer in self.cache.kv:
-            layer[0].fill_(mark)
         blocks = np.arange(min(num_seqs, self._num_seats, self.cache.config.num_blocks))
         ones = np.ones_like(blocks)
-        for _ in range(num_steps):
-            with self._threads():
+        # Without threads that PyTorch would wait for: the model's own forward is many short operators too.
+        with self._threads():
+            reject_differing(self.loaded, self.cache, self._run_model)
+            for _ in range(num_steps):
                 step = PagedStep(self.cache, blocks[:, None], np.zeros_like(ones), ones)
                 self._run_model(ones, step, blocks)
-        untouched = [place for place, layer in enumerate(self.cache.kv) if bool((layer[0] == mark).all())]
-        if untouched:
-            raise ValueError(
-                f"layers {untouched} of {self.loaded.name!r} do not attend through the paged cache; only "
-                "models that use transformers' attention interface in every layer can be served"
-            )
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
@@ -248,7 +242,9 @@ class ModelExecutor:
         self._sampler.seat(seat, request)
         self._detokenizers.pop(seat, None)
         if sampling.stop:
-            detokenizer = Detokenizer(self.loaded.decode, sampling.stop, sampling.min_tokens)
+            detokenizer = Detokenizer(
+                self.loaded.decode_for(sampling.stop), sampling.stop, sampling.min_tokens
+            )
             detokenizer.push(*output_token_ids)
             self._detokenizers[seat] = detokenizer
 

@@ -4,10 +4,11 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, count, zip_longest
-from typing import TypeVar
+from numbers import Integral
+from typing import Any, TypeVar
 
 from tqdm.auto import tqdm
 
@@ -215,7 +216,7 @@ class Engine:
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: str | Iterable[Any],
         max_tokens: int | Sequence[int] = 128,
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Answer]:
@@ -225,7 +226,7 @@ class Engine:
         full, the next prompt waits.
 
         Args:
-            prompts: Texts or lists of token ids.
+            prompts: Texts or lists of token ids. A single text is one prompt, and so is a list of token ids.
             max_tokens: Largest number of output tokens, for all or for each.
             sampling: How tokens are chosen, for all or for each; greedily by default.
 
@@ -233,11 +234,14 @@ class Engine:
             ValueError: There is not one `max_tokens` or one `sampling` for each prompt.
             RuntimeError: The engine has stopped.
         """
-        lengths = _for_each("max_tokens", max_tokens, len(prompts))
-        params = _for_each("sampling", sampling or SamplingParams(), len(prompts))
+        given: list[Any] = [prompts] if isinstance(prompts, str | bytes | Mapping) else list(prompts)
+        if given and all(isinstance(item, Integral) for item in given):
+            given = [given]
+        lengths = _for_each("max_tokens", max_tokens, len(given))
+        params = _for_each("sampling", sampling or SamplingParams(), len(given))
         streams: list[list[TokenStream | Output]] = []
         try:
-            for asked in zip(prompts, lengths, params, strict=True):
+            for asked in zip(given, lengths, params, strict=True):
                 # A list at once: an error in the middle then still ends what was added before.
                 streams.append([])
                 streams[-1].extend(self._streams(*asked))
@@ -303,8 +307,10 @@ class Engine:
         return f"request-{next(self._numbers)}"
 
     def _request(self, name: str, prompt: Prompt, max_tokens: int, sampling: SamplingParams) -> Request:
-        token_ids = tuple(self.loaded.encode(prompt)) if isinstance(prompt, str) else tuple(prompt)
-        return Request(name, token_ids, max_tokens, sampling=sampling)
+        if isinstance(prompt, bytes):
+            raise ValueError(f"request {name!r}: the prompt is bytes; decode it to text")
+        given: Any = tuple(self.loaded.encode(prompt)) if isinstance(prompt, str) else prompt
+        return Request(name, given, max_tokens, sampling=sampling)
 
     def _streams(
         self, prompt: Prompt, max_tokens: int, sampling: SamplingParams
@@ -337,7 +343,7 @@ class Engine:
                 self._condition.wait()
                 self._check_open()
             request = replace(request, arrival=self._now())
-            ticket = _Ticket(TokenStream(request, self.loaded.decode, self.abort))
+            ticket = _Ticket(TokenStream(request, self.loaded.decode_for(request.sampling.stop), self.abort))
             self._tickets[request.id] = ticket
             self._inbox.append(ticket)
             if self._keep_trace:

@@ -1,11 +1,13 @@
 """Model families that differ in what they cache and what they attend to, against `model.generate` alone."""
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
 import pytest
+import survey_families
 import torch
 from conftest import generate_alone
 from transformers import (
@@ -20,6 +22,7 @@ from transformers import (
     MistralConfig,
     Olmo2Config,
     Phi3Config,
+    PhimoeConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen2MoeConfig,
@@ -258,3 +261,91 @@ def test_a_model_whose_last_layers_read_the_cache_of_an_earlier_one_is_rejected(
     model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES, num_kv_shared_layers=1))
     with pytest.raises(ValueError, match="has 2 layers, of which 1 keep a KV cache"):
         models.wrap("shared", model)
+
+
+SURVEYED = {
+    "doge": r"refused: .*DogeAttention asks for a mask or bias of its own",
+    "diffllama": r"refused: .*differ from those of its own forward",
+    # Its window is known to the cache of `generate` alone.
+    "moshi": r"refused: .*differ from those of its own forward",
+    "jetmoe": r"refused: .*JetMoeAttention hands over keys and values of \(34, 4, 16\)",
+    "openai-gpt": r"refused: .*layers \[0, 1, 2\] do not attend through the paged cache",
+    "stablelm": r"refused: .*StableLmAttention was called without a step",
+    "falcon, alibi": r"refused: .*'falcon', whose layers compute their attention themselves",
+    "lfm2, convolutions": r"refused: .*layers of the kinds \['conv'\]",
+    "roberta, decoder": r"refused: .*differ from those of its own forward",
+    "mixtral": "equal",
+    "qwen2_moe, windowed": "equal",
+    "gpt_bigcode, mha": "equal",
+    "bert, decoder": "equal",
+    "deepseek_v2, no q rank": "equal",
+}
+
+
+@pytest.mark.parametrize(("name", "outcome"), SURVEYED.items())
+def test_a_family_is_served_as_alone_or_refused_with_the_reason(name, outcome):
+    kind, needed = next(case[1:] for case in survey_families.cases([name]) if case[0] == name)
+    assert re.match(outcome, survey_families.survey(survey_families.small_config(kind, needed)))
+
+
+def refuse(model, match, backend=None):
+    executor = ModelExecutor(models.wrap("odd", model), SchedulerConfig(), CacheConfig(9), backend=backend)
+    with pytest.raises(
+        ValueError, match=rf"model 'odd' of the family .* cannot be served: .*{match}"
+    ) as caught:
+        executor.warm_up()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("window", [8, 63, 120, None])
+def test_a_window_that_only_a_mask_knows_is_found_out(window):
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_local_experts": 2, "tie_word_embeddings": True, "max_position_embeddings": 160}
+    model = AutoModelForCausalLM.from_config(PhimoeConfig(**sizes, sliding_window=window))
+    if window is None:
+        ModelExecutor(models.wrap("whole", model), SchedulerConfig(), CacheConfig(9)).warm_up()
+    else:
+        refuse(model, "logits in a batch differ")
+
+
+@pytest.mark.parametrize("backend", ["torch", None])
+def test_keys_of_other_heads_than_the_config_says_never_reach_the_pool(backend):
+    torch.manual_seed(0)
+    config = LlamaConfig(**SIZES)
+    model = AutoModelForCausalLM.from_config(config)
+    config.num_key_value_heads = 1
+    refuse(model, r"hands over keys and values of \(34, 2, 16\).* say \(34, 1, 16\)", backend)
+
+
+def test_a_forward_that_fails_is_said_with_the_cause_in_one_line(monkeypatch):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+
+    def fail(*_, **__):
+        raise KeyError("no\nsuch thing")
+
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", fail)
+    refuse(model, "its forward fails on two short sequences: KeyError: ")
+
+
+def test_a_model_that_gives_the_logits_of_all_places_is_found_out(monkeypatch):
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    forward = type(model).forward
+
+    def ignoring(self, *args, logits_to_keep=0, **others):
+        return forward(self, *args, **others)
+
+    monkeypatch.setattr(type(model), "forward", ignoring)
+    refuse(model, "logits in a batch differ")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("block_size", "num_blocks", "longest"), [(1, 1, 128), (5, 3, 3), (300, 1, 1)])
+def test_the_comparison_needs_no_room_in_the_pool_and_takes_any_model_length(
+    dtype, block_size, num_blocks, longest
+):
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "max_position_embeddings": longest})
+    model = AutoModelForCausalLM.from_config(config).to(dtype)
+    cache = CacheConfig(num_blocks, block_size)
+    executor = ModelExecutor(models.wrap("m", model), SchedulerConfig(2), cache, fill=math.nan)
+    executor.warm_up()
