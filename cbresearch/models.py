@@ -110,12 +110,36 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
         rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         return list(tokenizer(rendered, add_special_tokens=False).input_ids)
 
-    def decode(token_ids: Sequence[int]) -> str:
-        if tokenizer is None:
-            return " ".join(map(str, token_ids))
-        return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
-
+    decode = _decode_numbers if tokenizer is None else TextDecoder(tokenizer)
     return LoadedModel(name, model, shape, eos_token_ids, encode, decode)
+
+
+def _decode_numbers(token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+class TextDecoder:
+    """Turn output token ids into text as a tokenizer does, without special tokens.
+
+    Attributes:
+        byte_token_ids: Tokens that stand for a byte each. The bytes of a run of them become text together:
+            one more may undo it all.
+        cleans_up: Whether spaces before punctuation are taken out again.
+
+    Args:
+        tokenizer: The tokenizer, of transformers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        find = getattr(tokenizer, "convert_tokens_to_ids", list)
+        found = find([f"<0x{byte:02X}>" for byte in range(256)])
+        self.byte_token_ids = frozenset(found) - {None, getattr(tokenizer, "unk_token_id", None)}
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        """Return the text."""
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None, ...]:

@@ -1,6 +1,5 @@
 """The model on a CPU in float32, its linear layers and its attention in C++, compiled or not."""
 
-import copy
 import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cbresearch.attention import ATTENTION_NAME, PagedStep
+from cbresearch.attention import PagedStep, paged_copy
 from cbresearch.config import ModelShape
 from cbresearch.cpu.library import library, native_attention, native_linear
 
@@ -63,13 +62,23 @@ def native_threads() -> Iterator[None]:
     PyTorch's own operators take one thread meanwhile: they are short, and at the end of each the others would
     be waited for.
     """
-    number = torch.get_num_threads()
+    # PyTorch counts for each thread, and tells a new one what another was told last.
+    users = _users()
+    number = next(iter(users), None) or torch.get_num_threads()
+    users.append(number)
     library().cbresearch_use_threads(number)
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(number)
+        users.pop()
+
+
+@cache
+def _users() -> list[int]:
+    """Return how many threads PyTorch may use by itself, once for each forward under way."""
+    return []
 
 
 class CpuStep(NamedTuple):
@@ -124,16 +133,11 @@ class NativeLinear(nn.Linear):
 class NativeForward:
     """Call a model with its linear layers and its attention in C++.
 
-    The model stays as it is: what runs is a copy of its modules, which shares all weights. Layers of other
-    kinds, and what a model multiplies without a layer, are PyTorch's.
+    Layers of other kinds, and what a model multiplies without a layer, are PyTorch's.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        self._model = copy.deepcopy(model, memo=shared)
-        inner = self._model.base_model
-        assert isinstance(inner, PreTrainedModel)
-        inner.set_attn_implementation(ATTENTION_NAME)
+        self._model = paged_copy(model)
         for module in self._model.modules():
             # A subclass may compute something else.
             if type(module) is nn.Linear and module.weight.is_contiguous():
