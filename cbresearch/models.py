@@ -1,9 +1,11 @@
 """Load a model and its tokenizer, and read its shape."""
 
+import copy
 import difflib
 import importlib.util
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -110,7 +112,13 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
         rendered = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
         return list(tokenizer(rendered, add_special_tokens=False).input_ids)
 
-    decode = _decode_numbers if tokenizer is None else TextDecoder(tokenizer)
+    decode: Callable[[Sequence[int]], str] = _decode_numbers
+    if tokenizer is not None:
+        # One of its own: where another thread truncates or pads with it, prompts would be cut, too.
+        tokenizer = copy.deepcopy(tokenizer)
+        # The first call takes back how it truncated and padded so far.
+        tokenizer("a")
+        decode = TextDecoder(tokenizer)
     return LoadedModel(name, model, shape, eos_token_ids, encode, decode)
 
 
@@ -133,13 +141,20 @@ class TextDecoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-        find = getattr(tokenizer, "convert_tokens_to_ids", list)
-        found = find([f"<0x{byte:02X}>" for byte in range(256)])
-        self.byte_token_ids = frozenset(found) - {None, getattr(tokenizer, "unk_token_id", None)}
+        vocabulary = getattr(tokenizer, "get_vocab", dict)()
+        pieces = (f"<0x{byte:02X}>" for byte in range(256))
+        self.byte_token_ids = frozenset(vocabulary[piece] for piece in pieces if piece in vocabulary)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special_ids = frozenset(number for number, token in added.items() if token.special)
+        self._num_known = max(vocabulary.values(), default=sys.maxsize - 1) + 1
 
     def __call__(self, token_ids: Sequence[int]) -> str:
         """Return the text."""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def skips(self, token_id: int) -> bool:
+        """Return whether a token never has text: a special one, or one that the tokenizer does not know."""
+        return token_id in self._special_ids or token_id >= self._num_known
 
 
 def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None, ...]:

@@ -62,6 +62,8 @@ class Detokenizer:
         self._token_ids: list[int] = []
         self._byte_token_ids: frozenset[int] = getattr(decode, "byte_token_ids", frozenset())
         self._cleans_up: bool = getattr(decode, "cleans_up", False)
+        self._skips: Callable[[int], bool] = getattr(decode, "skips", lambda _: False)
+        self._num_tokens = 0
         self._window = _Window()
         # The window before the run of bytes at the end, or None.
         self._before_run: _Window | None = None
@@ -87,10 +89,13 @@ class Detokenizer:
         return self._give(len(self.text))
 
     def _take(self, token_id: int) -> None:
+        self._num_tokens += 1
+        if self._skips(token_id):
+            return
         self._token_ids.append(token_id)
         if token_id in self._byte_token_ids:
             self._before_run = self._before_run or self._window
-        elif self._before_run is not None and self._decode([token_id]):
+        elif self._before_run is not None:
             self._window, self._before_run = self._before_run, None
         first, whole, num_firm, num_skipped = self._window
         num_tokens = len(self._token_ids)
@@ -112,7 +117,7 @@ class Detokenizer:
                 self._shorten(text, 0)
             else:
                 self._window = _Window(whole, num_tokens, len(self.text), len(context))
-        if num_tokens < self._min_tokens:
+        if self._num_tokens < self._min_tokens:
             return
         # Those that end behind what was there before.
         places = ((self.text.find(stop, max(0, num_kept - len(stop) + 1)), stop) for stop in self._stop)
