@@ -141,7 +141,7 @@ class TextDecoder:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self.cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
-        vocabulary = getattr(tokenizer, "get_vocab", dict)()
+        vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
         pieces = (f"<0x{byte:02X}>" for byte in range(256))
         self.byte_token_ids = frozenset(vocabulary[piece] for piece in pieces if piece in vocabulary)
         added = getattr(tokenizer, "added_tokens_decoder", {})

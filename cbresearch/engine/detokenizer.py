@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from os.path import commonprefix
+from itertools import takewhile
 from typing import NamedTuple
 
 # What a decoder writes where the bytes of a character are not all there yet, once for each or for them all.
@@ -12,7 +12,7 @@ _MOST_UNFINISHED = 3
 # Ends of a text that a tokenizer which cleans it up may still rewrite: "n ' t" becomes "n't", and " ." ".".
 _REWRITTEN = re.compile(r"( {1,2}n? ?)?('[vr]?)?$")
 
-# Where the text never comes to rest, as many of the last tokens and of their text's last characters are enough.
+# Where a text never comes to rest, as many of its last tokens, and of their last characters, are enough.
 _WINDOW, _ALIKE = 16, 12
 
 
@@ -105,7 +105,8 @@ class Detokenizer:
         text = self._decode(self._token_ids[first:])
         num_shown = max(len(text.rstrip(_UNFINISHED)), len(text) - _MOST_UNFINISHED)
         old, self.text = self.text[num_firm:], self.text[:num_firm] + text[num_skipped:num_shown]
-        num_kept = num_firm + len(commonprefix((old, self.text[num_firm:])))
+        pairs = zip(old, self.text[num_firm:], strict=False)
+        num_kept = num_firm + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._num_rewritten = self._rewritten(self.text)
         num_doubtful = len(text) - num_shown + self._num_rewritten
         if num_doubtful or len(self.text) == num_firm:

@@ -82,13 +82,11 @@ class _Ticket:
 
     def cut(self, record: RequestRecord) -> RequestRecord:
         """Return a record that has the tokens that the stream has, for a step may be under way."""
-        if self.state is None:
+        state, end = self.state, self.num_sent
+        if state is None:
             return record
-        lists = self.state.output_token_ids, self.state.token_times, self.state.logprobs
-        names = "tokens", "token_times", "logprobs"
-        return replace(
-            record, **{name: tuple(all[: self.num_sent]) for name, all in zip(names, lists, strict=True)}
-        )
+        tokens, times = tuple(state.output_token_ids[:end]), tuple(state.token_times[:end])
+        return replace(record, tokens=tokens, token_times=times, logprobs=tuple(state.logprobs[:end]))
 
     def send(self, record: RequestRecord | None = None) -> None:
         """Hand the stream the tokens that it does not have yet and, in the end, the record."""

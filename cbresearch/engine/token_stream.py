@@ -206,8 +206,8 @@ def check_process(process: int) -> None:
     """
     if os.getpid() != process:
         raise RuntimeError(
-            f"the engine runs in process {process}, and a fork of it has no copy of its thread; build another "
-            f"engine in process {os.getpid()}"
+            f"the engine runs in process {process}, and a fork of it has no copy of its thread; build "
+            f"another engine in process {os.getpid()}"
         )
 
 

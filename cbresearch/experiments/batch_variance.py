@@ -171,7 +171,7 @@ def _in_tiles(forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
 
 
 def _by_query(attend: Callable[..., Any], weights: set[torch.nn.Parameter]) -> Callable[..., Any]:
-    """Return an attention function that calls `attend` for each query alone, in the layers with some weights."""
+    """Return an attention function that calls `attend` for each query alone, in layers with some weights."""
     last: attention.PagedStep | None = None
     steps: list[attention.PagedStep] = []
 

@@ -157,11 +157,12 @@ def test_weights_that_are_trained_in_place_are_those_that_are_served(backend, sm
 def test_a_model_that_is_moved_to_another_type_is_refused_by_its_engines_and_served_by_new_ones(
     backend, small
 ):
-    with pytest.raises(RuntimeError, match="'small' was moved to cpu and torch.float64"):
-        with Engine(small, backend=backend) as engine:
-            assert engine.generate([PROMPTS[0]], 2)[0].error is None
-            small.model.double()
-            assert "load it twice" in engine.generate([PROMPTS[0]], 2)[0].error
+    engine = Engine(small, backend=backend)
+    assert engine.generate([PROMPTS[0]], 2)[0].error is None
+    small.model.double()
+    assert "load it twice" in engine.generate([PROMPTS[0]], 2)[0].error
+    with pytest.raises(RuntimeError, match=r"'small' was moved to cpu and torch\.float64"):
+        engine.stop()
     assert served_tokens(small, backend="torch") == generated_tokens(small)
 
 
