@@ -28,8 +28,9 @@ CORE = {
     # Over the floor plan's 500: files that survive a kill and distrust a stranger, and columns by decode run.
     "serve trace": 740,
     "costs simulator": 560,
-    # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure.
-    "kernels attention models engine cpu": 2420,
+    # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure,
+    # several users of one model, forks and ends of scripts, text of every kind of tokenizer.
+    "kernels attention models engine cpu": 2540,
     "__init__": 70,
 }
 LAB = {
@@ -41,9 +42,9 @@ LAB = {
     "viz export __main__": 2000,
 }
 # The aim is 6,000.
-MOST_CORE = 6530
+MOST_CORE = 6650
 MOST_LAB = 6000
-MOST_ALL = 12_000
+MOST_ALL = 12_050
 MOST_JAVASCRIPT = 1200
 
 _NO_CODE = {

@@ -45,8 +45,9 @@ class EagerForward:
 class GraphForward(EagerForward):
     """Replay decode steps as CUDA graphs, captured once for each of a few batch sizes.
 
-    A step is padded to the next size. Steps with prompt tokens, and larger ones, run as they are. On a CPU,
-    where there is nothing to capture, a replay runs the same function on the same tensors again.
+    A step is padded to the next size. Steps with prompt tokens, and larger ones, run as they are. Weights
+    that change in place are followed; those that are moved in memory are not. On a CPU, where there is
+    nothing to capture, a replay runs the same function on the same tensors again.
 
     Args:
         model: The model.
