@@ -1,18 +1,19 @@
 """Load a model and its tokenizer, and read its shape."""
 
+import copy
 import difflib
-import functools
 import importlib.util
 import json
 import logging
 import os
 import re
 import socket
+import sys
 import tempfile
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,7 @@ class LoadedModel:
         shape: Its numbers.
         eos_token_ids: Tokens that end an output.
         encode: Turns a user's text into prompt token ids, chat template applied where the model has one.
-        decode: Turns output token ids into text; special tokens are left out, or only those in `hidden`.
-        special_tokens: Texts of the special tokens, by id.
+        decode: Turns output token ids into text, without special tokens.
     """
 
     name: str
@@ -55,17 +55,12 @@ class LoadedModel:
     shape: ModelShape
     eos_token_ids: frozenset[int]
     encode: Callable[[str], Sequence[int]]
-    decode: Callable[..., str]
-    special_tokens: Mapping[int, str] = field(default_factory=dict)
+    decode: Callable[[Sequence[int]], str]
 
     def decode_for(self, stop: Sequence[str]) -> Callable[[Sequence[int]], str]:
         """Return what decodes an output that texts end: it writes out the special tokens that they name."""
-        named = {token for token, text in self.special_tokens.items() if any(text in end for end in stop)}
-        return (
-            functools.partial(self.decode, hidden=self.special_tokens.keys() - named)
-            if named
-            else self.decode
-        )
+        decode = self.decode
+        return decode.showing(stop) if isinstance(decode, TextDecoder) else decode
 
 
 def load(
@@ -128,15 +123,13 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
             return list(tokenizer(text).input_ids)
         return list(tokenizer(_rendered(name, tokenizer, text), add_special_tokens=False).input_ids)
 
-    def decode(token_ids: Sequence[int], hidden: Collection[int] | None = None) -> str:
-        if tokenizer is None:
-            return " ".join(map(str, token_ids))
-        shown = [token for token in token_ids if hidden is None or token not in hidden]
-        return str(tokenizer.decode(shown, skip_special_tokens=hidden is None))
-
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    special = {token: str(text) for token, text in added.items() if text.special}
-    return LoadedModel(name, model, shape, eos_token_ids, encode, decode, special)
+    if tokenizer is None:
+        return LoadedModel(name, model, shape, eos_token_ids, encode, _decode_numbers)
+    # One of its own: where another thread truncates or pads with it, prompts would be cut, too.
+    tokenizer = copy.deepcopy(tokenizer)
+    # The first call takes back how it truncated and padded so far.
+    tokenizer("a")
+    return LoadedModel(name, model, shape, eos_token_ids, encode, TextDecoder(tokenizer))
 
 
 def _rendered(name: str, tokenizer: Any, text: str) -> str:
@@ -164,6 +157,58 @@ def _rendered(name: str, tokenizer: Any, text: str) -> str:
     raise ValueError(
         f"the chat template of {name!r} does not take this message ({problem}); give the prompt as token ids"
     )
+
+
+def _decode_numbers(token_ids: Sequence[int]) -> str:
+    return " ".join(map(str, token_ids))
+
+
+class TextDecoder:
+    """Turn output token ids into text as a tokenizer does, without special tokens.
+
+    Attributes:
+        byte_token_ids: Tokens that stand for a byte each. The bytes of a run of them become text together:
+            one more may undo it all.
+        cleans_up: Whether spaces before punctuation are taken out again.
+        special_tokens: Texts of the special tokens that are left out, by id.
+
+    Args:
+        tokenizer: The tokenizer, of transformers.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
+        vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
+        pieces = (f"<0x{byte:02X}>" for byte in range(256))
+        self.byte_token_ids = frozenset(vocabulary[piece] for piece in pieces if piece in vocabulary)
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special_tokens = {token: str(text) for token, text in added.items() if text.special}
+        self._num_known = max(vocabulary.values(), default=sys.maxsize - 1) + 1
+        self._num_special = len(self.special_tokens)
+
+    def showing(self, texts: Sequence[str]) -> "TextDecoder":
+        """Return a decoder that writes out the special tokens whose texts are in one of some texts."""
+        hidden = {
+            token: special
+            for token, special in self.special_tokens.items()
+            if not any(special in text for text in texts)
+        }
+        if len(hidden) == len(self.special_tokens):
+            return self
+        other = copy.copy(self)
+        other.special_tokens = hidden
+        return other
+
+    def __call__(self, token_ids: Sequence[int]) -> str:
+        """Return the text."""
+        if len(self.special_tokens) == self._num_special:
+            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+        return str(self._tokenizer.decode([token for token in token_ids if token not in self.special_tokens]))
+
+    def skips(self, token_id: int) -> bool:
+        """Return whether a token never has text: a special one, or one that the tokenizer does not know."""
+        return token_id in self.special_tokens or token_id >= self._num_known
 
 
 def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None, ...]:

@@ -4,9 +4,10 @@
     python tests/fuzz_engine.py --seed N
 
 A schedule is requests that arrive at random, limits, pools and a policy; while it runs, requests are aborted
-and preempted at random between its steps. The first form prints what all of them came to, and exits with 1
-if an answer differs or a rule is broken; the second repeats one schedule by its seed. With `--resume` the
-progress is kept in a file, and a run that was killed goes on from there.
+and preempted at random between its steps. Half of the schedules run two at a time, in two threads, on one
+model. The first form prints what all of them came to, and exits with 1 if an answer differs or a rule is
+broken; the second repeats one schedule by its seed. With `--resume` the progress is kept in a file, and a run
+that was killed goes on from there.
 """
 
 import argparse
@@ -17,8 +18,9 @@ import multiprocessing
 import os
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -57,6 +59,7 @@ EVENTS = (
     "answers that fail alone",
     "rejections",
     "false calls rejected",
+    "schedules beside another on one model",
 )
 
 
@@ -170,6 +173,24 @@ def ticking(rng: np.random.Generator) -> Callable[[], float]:
         return now
 
     return clock
+
+
+def groups(seeds: range, dtype: torch.dtype = torch.float32) -> list[list[int]]:
+    """Return the first half of some schedules one by one, the others two by two where they have one model."""
+    half = len(seeds) // 2
+    by_model: defaultdict[int, list[int]] = defaultdict(list)
+    for seed in seeds[half:]:
+        by_model[id(draw(seed, dtype).shelf)].append(seed)
+    pairs = [same[at : at + 2] for same in by_model.values() for at in range(0, len(same), 2)]
+    return [*([seed] for seed in seeds[:half]), *pairs]
+
+
+def run_together(seeds: list[int], dtype: torch.dtype = torch.float32) -> Counter[str]:
+    """Serve schedules at once, each in a thread of its own; return what happened, or raise as `run` does."""
+    with ThreadPoolExecutor(len(seeds)) as threads:
+        counts = sum(threads.map(partial(run, dtype=dtype), seeds), Counter[str]())
+    counts["schedules beside another on one model"] += len(seeds) if len(seeds) > 1 else 0
+    return counts
 
 
 def run(seed: int, dtype: torch.dtype = torch.float32) -> Counter[str]:
@@ -297,12 +318,13 @@ def run_batch(dtype: str, seeds: range) -> tuple[range, Counter[str], list[str]]
     gc.freeze()
     counts: Counter[str] = Counter()
     problems = []
-    for seed in seeds:
+    for group in groups(seeds, getattr(torch, dtype)):
         try:
-            counts += run(seed, getattr(torch, dtype))
+            counts += run_together(group, getattr(torch, dtype))
         except Exception as error:
             counts["differences"] += 1
-            problems.append(f"--seed {seed}: {type(error).__name__}: {error}")
+            names = " beside ".join(f"--seed {seed}" for seed in group)
+            problems.append(f"{names}: {type(error).__name__}: {error}")
     return seeds, counts, problems
 
 

@@ -1,7 +1,6 @@
 """The attention function that transformers' models call, and the choice of what computes it."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from typing import Any, Protocol
 
 import torch
@@ -134,15 +133,27 @@ def attention_function(
 AttentionInterface.register(ATTENTION_NAME, attention_function)
 
 
-@contextmanager
-def paged_model(model: PreTrainedModel) -> Iterator[None]:
-    """Let a model use `attention_function` inside the context, and leave it as it was found."""
+def paged_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a `shared_copy` of a model that attends by `attention_function`."""
+    copied = shared_copy(model)
     # The inner model's class is of transformers even where a user derived one of their own from the outer.
-    inner = model.base_model
+    inner = copied.base_model
     assert isinstance(inner, PreTrainedModel)
-    before = inner.config._attn_implementation  # noqa: SLF001, RUF100 - no public way to ask.
     inner.set_attn_implementation(ATTENTION_NAME)
-    try:
-        yield
-    finally:
-        inner.set_attn_implementation(before)
+    return copied
+
+
+def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model's modules, in evaluation mode; the model stays as it is.
+
+    The copy shares all tensors and hooks, so that it costs no memory and follows weights that change in
+    place. Modules that are put into the model later are not in it.
+    """
+    shared: dict[int, Any] = {}
+    for module in model.modules():
+        kept = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        for name, value in vars(module).items():
+            # A hook that is a method would otherwise tell a copy of its owner.
+            kept += value.values() if name.endswith("_hooks") else [value] * isinstance(value, Tensor)
+        shared.update((id(value), value) for value in kept)
+    return copy.deepcopy(model, memo=shared).eval()  # type: ignore[no-any-return, no-untyped-call]

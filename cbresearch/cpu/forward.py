@@ -1,6 +1,5 @@
 """The model on a CPU in float32, its linear layers and its attention in C++, compiled or not."""
 
-import copy
 import inspect
 import logging
 import math
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cbresearch.attention import ATTENTION_NAME, PagedStep
+from cbresearch.attention import PagedStep, paged_copy
 from cbresearch.config import ModelShape
 from cbresearch.cpu.library import (
     large_pages,
@@ -71,13 +70,23 @@ def native_threads() -> Iterator[None]:
     PyTorch's own operators take one thread meanwhile: they are short, and at the end of each the others would
     be waited for.
     """
-    number = torch.get_num_threads()
+    # PyTorch counts for each thread, and tells a new one what another was told last.
+    users = _users()
+    number = next(iter(users), None) or torch.get_num_threads()
+    users.append(number)
     library().cbresearch_use_threads(number)
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(number)
+        users.pop()
+
+
+@cache
+def _users() -> list[int]:
+    """Return how many threads PyTorch may use by itself, once for each forward under way."""
+    return []
 
 
 class CpuStep(NamedTuple):
@@ -146,18 +155,13 @@ class NativeLinear(nn.Linear):
 class NativeForward:
     """Call a model with its linear layers and its attention in C++.
 
-    The model stays as it is: what runs is a copy of its modules, which shares all weights, those of linear
-    layers besides packed once more. Layers of other kinds, and what a model multiplies without a layer, are
-    PyTorch's. Weights that change in place between steps are packed again; a change behind PyTorch's back, as
-    through `weight.data`, is not seen.
+    Layers of other kinds, and what a model multiplies without a layer, are PyTorch's. The weights of linear
+    layers are there packed once more, and packed again when they change in place between steps; a change
+    behind PyTorch's back, as through `weight.data`, is not seen.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        self._model = copy.deepcopy(model, memo=shared)
-        inner = self._model.base_model
-        assert isinstance(inner, PreTrainedModel)
-        inner.set_attn_implementation(ATTENTION_NAME)
+        self._model = paged_copy(model)
         # A subclass may compute something else.
         self._layers: list[Any] = [module for module in self._model.modules() if type(module) is nn.Linear]
         sizes = [math.prod(panels_shape(layer.weight)) for layer in self._layers]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cbresearch.attention import PagedCache, PagedStep, batch_order
+from cbresearch.attention import PagedCache, PagedStep, batch_order, shared_copy
 from cbresearch.config import CacheConfig
 from cbresearch.engine.forward import Forward
 from cbresearch.models import LoadedModel
@@ -57,7 +57,8 @@ def _problem(
     loaded: LoadedModel, cache: PagedCache, forward: Forward, rng: np.random.Generator
 ) -> str | None:
     """Return what is wrong with the logits of two sequences in three steps, or None."""
-    model, shape, block_size = loaded.model, loaded.shape, cache.config.block_size
+    # Other users of the model may train it, or run it, meanwhile.
+    model, shape, block_size = shared_copy(loaded.model), loaded.shape, cache.config.block_size
     lengths = [min(length, shape.max_model_len or length) for length in (_length_over_windows(loaded), 7)]
     sequences = [rng.integers(shape.vocab_size or 2, size=length) for length in lengths]
     own = [_own_logits(model, torch.from_numpy(ids)[None].to(model.device)) for ids in sequences]

@@ -1,16 +1,43 @@
 """Text of a growing output, and the texts that end it."""
 
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Sequence
+from itertools import takewhile
+from typing import NamedTuple
 
-# What a decoder writes where the bytes of a character are not all there yet.
+# What a decoder writes where the bytes of a character are not all there yet, once for each or for them all.
 _UNFINISHED = "\ufffd"
+_MOST_UNFINISHED = 3
+
+# Ends of a text that a tokenizer which cleans it up may still rewrite: "n ' t" becomes "n't", and " ." ".".
+_REWRITTEN = re.compile(r"( {1,2}n? ?)?('[vr]?)?$")
+
+# Where a text never comes to rest, as many of its last tokens, and of their last characters, are enough.
+_WINDOW, _ALIKE = 16, 12
+
+
+class _Window(NamedTuple):
+    """The last tokens, which are decoded again with each new one: a token's text can depend on those before.
+
+    Attributes:
+        first: Place of its first token.
+        whole: Number of tokens when the text was last at rest, with no doubt about its end.
+        num_firm: Characters of the text before those that the window makes.
+        num_skipped: Characters of the window's text that are among these.
+    """
+
+    first: int = 0
+    whole: int = 0
+    num_firm: int = 0
+    num_skipped: int = 0
 
 
 class Detokenizer:
     """Turn output token ids into text as they come, and stop at texts that may span tokens.
 
-    Text is handed out once it cannot change any more: a character whose bytes are spread over tokens, and
-    an end that may become a stop text, are held back. What was handed out, joined, is the final text.
+    Text is handed out once it cannot change any more: a character whose bytes are spread over tokens, an end
+    that may become a stop text, and what the decoder may still rewrite, are held back. What was handed out,
+    joined, is the final text, and takes a time in proportion to the tokens.
 
     Attributes:
         text: All text so far, what is held back included.
@@ -18,7 +45,8 @@ class Detokenizer:
 
     Args:
         decode: Turns token ids into text. Of a few tokens and one more it must write the text of the few
-            first, apart from an unfinished character at its end.
+            first, apart from an unfinished character at its end; or it says what it does else, as
+            `models.TextDecoder` does.
         stop: Texts that end the output; the first of them, and what follows, is cut off.
         min_tokens: Tokens before which no stop text ends the output.
     """
@@ -32,50 +60,91 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []
-        self._num_given = 0
-        # A token's text can depend on the one before it, so a few decoded ones are decoded again: those from
-        # `_context` on, of whose text `_num_taken` characters are taken. All of it was whole at `_num_whole`.
-        self._context = self._num_whole = self._num_taken = 0
+        self._byte_token_ids: frozenset[int] = getattr(decode, "byte_token_ids", frozenset())
+        self._cleans_up: bool = getattr(decode, "cleans_up", False)
+        self._skips: Callable[[int], bool] = getattr(decode, "skips", lambda _: False)
+        self._num_tokens = 0
+        self._window = _Window()
+        # The window before the run of bytes at the end, or None.
+        self._before_run: _Window | None = None
+        self._num_given = self._num_rewritten = 0
 
     def push(self, *token_ids: int) -> str:
         """Take in the next tokens and return the text that is settled by them."""
         for token_id in token_ids:
-            self._token_ids.append(token_id)
-            self._decode_more(is_last=False)
-        return self._give(len(self.text) - self._num_doubtful())
+            if self.stopped_by is None:
+                self._take(token_id)
+        if self.stopped_by is not None:
+            return self._give(len(self.text))
+        if self._before_run is not None:
+            return ""
+        end = len(self.text) - self._num_rewritten
+        return self._give(end - self._num_doubtful(self.text[:end]))
 
     def finish(self) -> str:
         """Return the text that was held back, since nothing follows."""
-        self._decode_more(is_last=True)
+        if self.stopped_by is None:
+            first, _, num_firm, num_skipped = self._before_run or self._window
+            self.text = self.text[:num_firm] + self._decode(self._token_ids[first:])[num_skipped:]
         return self._give(len(self.text))
 
-    def _decode_more(self, is_last: bool) -> None:
-        if self.stopped_by is not None:
+    def _take(self, token_id: int) -> None:
+        self._num_tokens += 1
+        if self._skips(token_id):
             return
-        text = self._decode(self._token_ids[self._context :])
-        settled = text if is_last else text.rstrip(_UNFINISHED)
-        before = len(self.text)
-        self.text += settled[self._num_taken :]
-        if len(self.text) == before:
+        self._token_ids.append(token_id)
+        if token_id in self._byte_token_ids:
+            self._before_run = self._before_run or self._window
+        elif self._before_run is not None:
+            self._window, self._before_run = self._before_run, None
+        first, whole, num_firm, num_skipped = self._window
+        num_tokens = len(self._token_ids)
+        if self._before_run is not None and num_tokens - whole > _MOST_UNFINISHED + 1:
+            # These bytes are no text, however they go on.
             return
-        self._num_taken = len(settled)
-        if settled == text:
-            # From here on, the tokens since the text was whole before are context enough: they have text.
-            self._context, self._num_whole = self._num_whole, len(self._token_ids)
-            self._num_taken = len(self._decode(self._token_ids[self._context :]))
-        if is_last or len(self._token_ids) < self._min_tokens:
+        text = self._decode(self._token_ids[first:])
+        num_shown = max(len(text.rstrip(_UNFINISHED)), len(text) - _MOST_UNFINISHED)
+        old, self.text = self.text[num_firm:], self.text[:num_firm] + text[num_skipped:num_shown]
+        pairs = zip(old, self.text[num_firm:], strict=False)
+        num_kept = num_firm + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._num_rewritten = self._rewritten(self.text)
+        num_doubtful = len(text) - num_shown + self._num_rewritten
+        if num_doubtful or len(self.text) == num_firm:
+            self._shorten(text, num_doubtful)
+        else:
+            # From here on, the tokens since the text was at rest before are context enough: they have text.
+            context = self._decode(self._token_ids[whole:])
+            if self._rewritten(context):
+                self._shorten(text, 0)
+            else:
+                self._window = _Window(whole, num_tokens, len(self.text), len(context))
+        if self._num_tokens < self._min_tokens:
             return
         # Those that end behind what was there before.
-        places = ((self.text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in self._stop)
+        places = ((self.text.find(stop, max(0, num_kept - len(stop) + 1)), stop) for stop in self._stop)
         found = min(((place, stop) for place, stop in places if place >= 0), default=None)
         if found:
             self.text, self.stopped_by = self.text[: found[0]], found[1]
 
-    def _num_doubtful(self) -> int:
-        """Return the length of the longest end of the text with which a stop text begins."""
-        stops: Iterable[str] = self._stop if self.stopped_by is None else ()
+    def _shorten(self, text: str, num_doubtful: int) -> None:
+        """Go on with the window's last tokens if it is long and they write its text's end alike."""
+        first = len(self._token_ids) - _WINDOW
+        if first < self._window.first + _WINDOW or first % _WINDOW:
+            return
+        end = self._decode(self._token_ids[first:])
+        if len(end) > _ALIKE and text.endswith(end[-_ALIKE:]):
+            num_firm = len(self.text) - self._num_rewritten
+            self._window = _Window(first, first, num_firm, len(end) - num_doubtful)
+
+    def _rewritten(self, text: str) -> int:
+        """Return the length of the end of a text that the decoder may still rewrite."""
+        found = _REWRITTEN.search(text[-_ALIKE:]) if self._cleans_up else None
+        return len(found[0]) if found else 0
+
+    def _num_doubtful(self, text: str) -> int:
+        """Return the length of the longest end of a text with which a stop text begins."""
         ends = (
-            length for stop in stops for length in range(1, len(stop)) if self.text.endswith(stop[:length])
+            length for stop in self._stop for length in range(1, len(stop)) if text.endswith(stop[:length])
         )
         return max(ends, default=0)
 

@@ -1,5 +1,7 @@
 """Carry out plans on a transformers model, and measure how long they take."""
 
+import functools
+import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -83,7 +85,9 @@ class ModelExecutor:
             self._run_model = CompiledForward(model) if compile else NativeForward(model)
         else:
             self._run_model = EagerForward(model, self.cache)
-        self._threads = native_threads if native else nullcontext
+        is_interpreted = self.cache.backend == "triton" and model.device.type == "cpu"
+        self._threads = native_threads if native else _interpreter if is_interpreted else nullcontext
+        self._kind = model.device, model.dtype
         self._clock = clock
         self._num_seats = scheduler.max_num_seqs
         self._token_ids = np.zeros((self._num_seats, 0), dtype=np.int64)
@@ -137,8 +141,18 @@ class ModelExecutor:
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:
-        """Carry out one step and time it until its tokens are there, preparation included."""
+        """Carry out one step and time it until its tokens are there, preparation included.
+
+        Raises:
+            ValueError: The model was moved to another device or type meanwhile.
+        """
         began = self._clock()
+        model = self.loaded.model
+        if (model.device, model.dtype) != self._kind:
+            raise ValueError(
+                f"model {self.loaded.name!r} was moved to {model.device} and {model.dtype} from "
+                f"{self._kind[0]} and {self._kind[1]} while an executor was using it; load it twice"
+            )
         if plan.transfers:
             self.cache.transfer(plan.transfers)
         for admission in plan.admitted:
@@ -254,6 +268,12 @@ class ModelExecutor:
         # A reservation can be longer than its request.
         self._block_tables = _widened(self._block_tables, self._num_blocks[seat])
         self._block_tables[seat, held : self._num_blocks[seat]] = block_ids
+
+
+@functools.cache
+def _interpreter() -> threading.Lock:
+    """Return what keeps Triton's interpreter, which has one program at a time, to one thread."""
+    return threading.Lock()
 
 
 def default_cache(shape: ModelShape, limits: SchedulerConfig, block_size: int = 16) -> CacheConfig:

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cbresearch.attention import LatentCache, PagedCache, PagedStep, StaticStep, paged_model
+from cbresearch.attention import LatentCache, PagedCache, PagedStep, StaticStep, paged_copy
 
 # Token ids, the step, and the places whose logits are wanted, to logits `[num places, vocab]`.
 Forward = Callable[[np.ndarray, PagedStep, np.ndarray], Tensor]
 
 
 class EagerForward:
-    """Call the model as transformers wrote it."""
+    """Call a model as transformers wrote it, on a copy of its modules."""
 
     def __init__(self, model: PreTrainedModel, cache: PagedCache) -> None:
-        self._model = model
+        self._model = paged_copy(model)
         self._has_latents = cache.latent_dim is not None
         # transformers 5.24 renamed the argument.
         takes_cache = "cache" in inspect.signature(model.forward).parameters
@@ -31,23 +31,23 @@ class EagerForward:
         device = self._model.device
         # Such models hand over what there is to cache before they attend.
         latents = {self._cache_argument: LatentCache(step)} if self._has_latents else {}
-        with paged_model(self._model):
-            logits: Tensor = self._model(
-                input_ids=torch.from_numpy(token_ids)[None].to(device),
-                position_ids=torch.from_numpy(step.positions)[None].to(device),
-                use_cache=False,
-                logits_to_keep=torch.from_numpy(places).to(device),
-                paged=step,
-                **latents,
-            ).logits[0]
+        logits: Tensor = self._model(
+            input_ids=torch.from_numpy(token_ids)[None].to(device),
+            position_ids=torch.from_numpy(step.positions)[None].to(device),
+            use_cache=False,
+            logits_to_keep=torch.from_numpy(places).to(device),
+            paged=step,
+            **latents,
+        ).logits[0]
         return logits
 
 
-class GraphForward:
+class GraphForward(EagerForward):
     """Replay decode steps as CUDA graphs, captured once for each of a few batch sizes.
 
-    A step is padded to the next size. Steps with prompt tokens, and larger ones, run as they are. On a CPU,
-    where there is nothing to capture, a replay runs the same function on the same tensors again.
+    A step is padded to the next size. Steps with prompt tokens, and larger ones, run as they are. Weights
+    that change in place are followed; those that are moved in memory are not. On a CPU, where there is
+    nothing to capture, a replay runs the same function on the same tensors again.
 
     Args:
         model: The model.
@@ -73,8 +73,7 @@ class GraphForward:
                 f"graphs replay Triton's kernels, and the attention backend is {cache.backend!r}; leave "
                 "graphs out, or take the backend 'triton'"
             )
-        self._model = model
-        self._eager = EagerForward(model, cache)
+        super().__init__(model, cache)
         sizes = sorted({*(2**n for n in range(max_num_seqs.bit_length())), max_num_seqs})
         self._pool: Any = None
         self._graphs: dict[int, tuple[StaticStep, Callable[[], Tensor]]] = {}
@@ -89,17 +88,16 @@ class GraphForward:
         num = len(token_ids)
         sizes = [size for size in self._graphs if size >= num]
         if num > len(step.starts) or not sizes:
-            return self._eager(token_ids, step, places)
+            return super().__call__(token_ids, step, places)
         static, replay = self._graphs[min(sizes)]
         static.fill(token_ids, step)
         logits = replay()
         return logits[torch.from_numpy(places).to(logits.device)]
 
     def _run(self, step: StaticStep) -> Tensor:
-        with paged_model(self._model):
-            logits: Tensor = self._model(
-                input_ids=step.token_ids, position_ids=step.positions, use_cache=False, paged=step
-            ).logits[0]
+        logits: Tensor = self._model(
+            input_ids=step.token_ids, position_ids=step.positions, use_cache=False, paged=step
+        ).logits[0]
         return logits
 
     @torch.inference_mode()
@@ -114,7 +112,8 @@ class GraphForward:
                 self._run(step)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        # Another engine's thread may allocate meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             logits = self._run(step)
         self._pool = graph.pool()
 

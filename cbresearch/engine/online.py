@@ -1,10 +1,12 @@
 """The online engine: requests come at any time, their tokens go out as they are generated."""
 
+import atexit
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain, count, zip_longest
 from numbers import Integral
@@ -16,7 +18,7 @@ from cbresearch import models, policies
 from cbresearch.config import CacheConfig, QueueLimits, SchedulerConfig
 from cbresearch.engine.executor import ModelExecutor, default_cache
 from cbresearch.engine.queue import AdmissionQueue, QueueFull
-from cbresearch.engine.token_stream import Output, TokenStream
+from cbresearch.engine.token_stream import Output, TokenStream, check_process
 from cbresearch.models import LoadedModel
 from cbresearch.policies import Policy
 from cbresearch.request import (
@@ -77,8 +79,15 @@ class _Ticket:
 
     def record(self) -> RequestRecord:
         """Return what there is to know of the request so far."""
-        request = self.stream.request
-        return record_of(request, self.state or RequestState(request, 0))
+        return record_of(self.stream.request, self.state)
+
+    def cut(self, record: RequestRecord) -> RequestRecord:
+        """Return a record that has the tokens that the stream has, for a step may be under way."""
+        state, end = self.state, self.num_sent
+        if state is None:
+            return record
+        tokens, times = tuple(state.output_token_ids[:end]), tuple(state.token_times[:end])
+        return replace(record, tokens=tokens, token_times=times, logprobs=tuple(state.logprobs[:end]))
 
     def send(self, record: RequestRecord | None = None) -> None:
         """Hand the stream the tokens that it does not have yet and, in the end, the record."""
@@ -93,8 +102,9 @@ class _Ticket:
 class Engine:
     """Serve requests as they come, in a thread of its own, on the wall clock.
 
-    The loop is that of `serve`: the same scheduler, block manager and policies. The thread begins with the
-    first request; as a context manager the engine stops at the end of the block.
+    The loop is that of `serve`: the same scheduler, block manager and policies. There is a thread as long as
+    there is work; what is unfinished when the program ends is aborted. As a context manager the engine stops
+    at the end of the block. Several engines may serve one model. A forked child needs an engine of its own.
 
     Args:
         model: A model's name for `models.load`, or a model loaded already.
@@ -153,6 +163,7 @@ class Engine:
         # Guards everything below; the engine's thread holds it between steps only.
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
         self._queue = AdmissionQueue(queue or QueueLimits())
         self._inbox: list[_Ticket] = []
         self._aborting: set[str] = set()
@@ -166,8 +177,10 @@ class Engine:
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # What went wrong inside the block is told, not that the engine had failed, too.
+        with nullcontext() if kind is None else suppress(RuntimeError):
+            self.stop()
 
     @property
     def scheduler(self) -> Scheduler:
@@ -259,6 +272,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; what it has generated stays. A finished one stays as it is."""
+        if os.getpid() != self._process:
+            return
         with self._condition:
             if request_id in self._tickets:
                 self._aborting.add(request_id)
@@ -273,6 +288,8 @@ class Engine:
         Raises:
             RuntimeError: The engine's thread had failed; its unfinished requests have the error too.
         """
+        if os.getpid() != self._process:
+            return
         with self._condition:
             self._stopping = "drain" if drain and self._stopping is None else "abort"
             self._condition.notify_all()
@@ -282,15 +299,16 @@ class Engine:
         self._raise_failure()
 
     def trace(self) -> Trace:
-        """Return what has happened so far; times count from the engine's start.
+        """Return what has happened up to the end of the last step; times count from the engine's start.
 
         Raises:
             ValueError: The engine does not keep a trace.
         """
         if not self._keep_trace:
             raise ValueError("this engine keeps no trace; build it with keep_trace=True")
+        check_process(self._process)
         with self._condition:
-            running = {name: ticket.record() for name, ticket in self._tickets.items()}
+            running = {name: ticket.cut(self._records[name]) for name, ticket in self._tickets.items()}
             return Trace(
                 policy=self.scheduler.policy.name,
                 scheduler=self.scheduler.config,
@@ -326,6 +344,7 @@ class Engine:
             yield Output(name, (), (), "", None, None, (), str(error), record)
 
     def _add(self, request: Request, waits: bool) -> TokenStream:
+        check_process(self._process)
         self._loop.validate(request)
         with self._condition:
             self._check_open()
@@ -344,13 +363,15 @@ class Engine:
                 self._check_open()
             request = replace(request, arrival=self._now())
             ticket = _Ticket(TokenStream(request, self.loaded.decode_for(request.sampling.stop), self.abort))
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="cbresearch-engine", daemon=True)
+                thread.start()
+                self._thread = thread
+                # A thread that still computes when Python ends would abort the process.
+                atexit.register(self.stop)
             self._tickets[request.id] = ticket
             self._inbox.append(ticket)
-            if self._keep_trace:
-                self._records[request.id] = ticket.record()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="cbresearch-engine", daemon=True)
-                self._thread.start()
+            self._keep(ticket)
             self._condition.notify_all()
         return ticket.stream
 
@@ -368,13 +389,17 @@ class Engine:
             while self._prepare():
                 self._publish(*self._loop.step(self._now))
         except BaseException as failure:
-            self._failure = failure
-        with self._condition:
-            error = None if self._failure is None else f"the engine failed: {self._failure}"
-            self._stopping = self._stopping or "abort"
-            for ticket in list(self._tickets.values()):
-                self._close(ticket, "abort" if error is None else "error", error)
-            self._condition.notify_all()
+            with self._condition:
+                self._failure, self._stopping = failure, "abort"
+                for ticket in list(self._tickets.values()):
+                    self._close(ticket, "error", f"the engine failed: {failure}")
+                self._end()
+
+    def _end(self) -> None:
+        """Let the thread go; the next request starts another."""
+        self._thread = None
+        atexit.unregister(self.stop)
+        self._condition.notify_all()
 
     def _prepare(self) -> bool:
         """Wait for work and take it in; return whether there is a step to serve."""
@@ -383,8 +408,9 @@ class Engine:
             while True:
                 for ticket in self._inbox:
                     ticket.state = scheduler.submit(ticket.stream.request, now=self._now())
+                    self._keep(ticket)
                 self._inbox.clear()
-                if self._stopping == "abort" or (self._stopping and not scheduler.has_work):
+                if self._stopping == "abort":
                     self._aborting.update(self._tickets)
                 for request_id in self._aborting & self._tickets.keys():
                     scheduler.abort(request_id)
@@ -396,10 +422,9 @@ class Engine:
                     if wake is None:
                         return True
                     self._condition.wait(wake - now)
-                elif self._stopping:
-                    return False
                 else:
-                    self._condition.wait()
+                    self._end()
+                    return False
 
     def _publish(self, record: StepRecord, finished: Sequence[RequestState]) -> None:
         with self._condition:
@@ -407,13 +432,21 @@ class Engine:
                 self._steps.append(record)
             for admission in record.plan.admitted:
                 self._queue.leave(admission.request.id)
+            for name in self._tickets.keys() & record.plan.preempted:
+                self._keep(self._tickets[name])
             for entry in record.plan.scheduled:
                 ticket = self._tickets[entry.request_id]
+                if entry.is_prefill:
+                    self._keep(ticket)
                 if entry.samples and ticket.state is not None and ticket.state.finish_reason is None:
                     ticket.send()
             for state in finished:
                 self._close(self._tickets[state.id])
             self._condition.notify_all()
+
+    def _keep(self, ticket: _Ticket) -> None:
+        if self._keep_trace:
+            self._records[ticket.stream.id] = ticket.record()
 
     def _close(self, ticket: _Ticket, reason: str | None = None, error: str | None = None) -> None:
         """Hand over a request's last tokens and its record, and let go of it."""

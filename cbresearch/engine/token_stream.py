@@ -1,15 +1,18 @@
 """What comes of a request in an engine: its tokens as they come, and all of it in the end."""
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from cbresearch.engine.detokenizer import Detokenizer
 from cbresearch.request import Request, TokenLogprobs
 from cbresearch.trace import RequestRecord
+
+_T = TypeVar("_T")
 
 
 class StreamedToken(NamedTuple):
@@ -78,6 +81,7 @@ class TokenStream:
         self._detokenizer = self._new_detokenizer()
         self._tokens: deque[tuple[int, TokenLogprobs | None]] = deque()
         self._num_read = 0
+        self._process = os.getpid()
         self._record: Future[RequestRecord] = _running()
         # Done, and replaced by another, when there is something new.
         self._news: Future[None] = _running()
@@ -106,7 +110,7 @@ class TokenStream:
             TimeoutError: It is not finished by then; it goes on.
         """
         try:
-            return self._output(self._record.result(timeout))
+            return self._output(self._awaited(self._record).result(timeout))
         except TimeoutError:
             raise TimeoutError(
                 f"request {self.id!r} is not finished after {timeout} seconds; it goes on"
@@ -143,7 +147,7 @@ class TokenStream:
         return found
 
     def __await__(self) -> Generator[Any, None, Output]:
-        record = yield from asyncio.wrap_future(self._record)
+        record = yield from asyncio.wrap_future(self._awaited(self._record))
         return self._output(record)
 
     def __enter__(self) -> "TokenStream":
@@ -163,7 +167,7 @@ class TokenStream:
         # In this order: what comes meanwhile is then noticed by the next look.
         news, is_finished = self._news, self.is_finished
         if not self._tokens:
-            return None if is_finished else news
+            return None if is_finished else self._awaited(news)
         token_id, logprobs = self._tokens.popleft()
         self._num_read += 1
         text = self._detokenizer.push(token_id)
@@ -172,6 +176,11 @@ class TokenStream:
             if record.is_complete and self._num_read == len(record.tokens):
                 text += self._detokenizer.finish()
         return StreamedToken(token_id, text, logprobs)
+
+    def _awaited(self, future: Future[_T]) -> Future[_T]:
+        if not future.done():
+            check_process(self._process)
+        return future
 
     def _new_detokenizer(self) -> Detokenizer:
         sampling = self.request.sampling
@@ -187,6 +196,19 @@ class TokenStream:
         prompt_token_ids = prompt if isinstance(prompt, tuple) else ()
         ending = (record.finish_reason, stop_reason, record.logprobs, record.error, record)
         return Output(self.id, prompt_token_ids, record.tokens, text, *ending)
+
+
+def check_process(process: int) -> None:
+    """Reject to wait for what happens in another process.
+
+    Raises:
+        RuntimeError: This process is a fork of the given one, without the engine's thread.
+    """
+    if os.getpid() != process:
+        raise RuntimeError(
+            f"the engine runs in process {process}, and a fork of it has no copy of its thread; build "
+            f"another engine in process {os.getpid()}"
+        )
 
 
 def _running() -> Future[Any]:

@@ -58,7 +58,7 @@ def forced_logits(
         groups = [sequences[at : at + batch_size] for at in range(0, len(sequences), batch_size)]
         how: dict[str, Any] = {"chunk": chunk, "block_size": block_size}
         return torch.cat([forced_logits(loaded, group, num_outputs, **how) for group in groups])
-    model = loaded.model
+    model = attention.paged_copy(loaded.model)
     lengths = np.array([len(sequence) for sequence in sequences])
     token_ids = np.zeros((len(sequences), lengths.max()), dtype=np.int64)
     for row, sequence in zip(token_ids, sequences, strict=True):
@@ -102,8 +102,7 @@ def _logits(
     keep = places if len(places) else np.zeros(1, dtype=np.int64)
     arrays = {"input_ids": token_ids[None], "position_ids": step.positions[None], "logits_to_keep": keep}
     inputs = {name: torch.from_numpy(array).to(model.device) for name, array in arrays.items()}
-    with attention.paged_model(model):
-        logits: Tensor = model(**inputs, use_cache=False, paged=step).logits[0, : len(places)]
+    logits: Tensor = model(**inputs, use_cache=False, paged=step).logits[0, : len(places)]
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).cpu()
 
 
@@ -143,7 +142,7 @@ def batch_invariant(loaded: LoadedModel, num_rows: int = 16) -> Iterator[None]:
     attend = ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME]
     own = [vars(leaf).get("forward") for leaf in leaves]
     try:
-        ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME] = _by_query(attend, set(modules))
+        ALL_ATTENTION_FUNCTIONS[attention.ATTENTION_NAME] = _by_query(attend, set(loaded.model.parameters()))
         for leaf in leaves:
             leaf.forward = _in_tiles(leaf.forward, num_rows if isinstance(leaf, Linear) else 1)
         yield
@@ -171,8 +170,8 @@ def _in_tiles(forward: Callable[..., Any], num_rows: int) -> Callable[..., Any]:
     return in_tiles
 
 
-def _by_query(attend: Callable[..., Any], modules: set[torch.nn.Module]) -> Callable[..., Any]:
-    """Return an attention function that calls `attend` for each query alone, in the layers of one model."""
+def _by_query(attend: Callable[..., Any], weights: set[torch.nn.Parameter]) -> Callable[..., Any]:
+    """Return an attention function that calls `attend` for each query alone, in layers with some weights."""
     last: attention.PagedStep | None = None
     steps: list[attention.PagedStep] = []
 
@@ -180,7 +179,7 @@ def _by_query(attend: Callable[..., Any], modules: set[torch.nn.Module]) -> Call
         module: torch.nn.Module, *tensors: Any, paged: attention.PagedStep | None = None, **named: Any
     ) -> tuple[Tensor, None]:
         nonlocal last, steps
-        if paged is None or module not in modules:
+        if paged is None or weights.isdisjoint(module.parameters()):
             return attend(module, *tensors, paged=paged, **named)  # type: ignore[no-any-return]
         if paged is not last:
             last, steps = paged, _single_steps(paged)

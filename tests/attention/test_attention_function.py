@@ -1,6 +1,7 @@
 """The paged cache and its attention function, against plain loops over blocks and over queries."""
 
 import math
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from transformers import (
     BloomForCausalLM,
     FalconConfig,
     FalconForCausalLM,
+    LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
@@ -20,7 +22,7 @@ from transformers import (
 )
 
 from cbresearch import models
-from cbresearch.attention import LatentCache, PagedCache, PagedStep, attention_function, paged_model
+from cbresearch.attention import LatentCache, PagedCache, PagedStep, attention_function, paged_copy
 from cbresearch.config import CacheConfig
 
 NUM_BATCHES = 40
@@ -151,13 +153,40 @@ def test_attention_function_rejects_a_window_over_latents():
         attention_function(SimpleNamespace(layer_idx=0), key, key, key, None, paged=step, sliding_window=2)
 
 
-def test_paged_model_serves_a_class_derived_by_a_user(tiny):
+def test_paged_copy_serves_a_class_derived_by_a_user(tiny):
     # Its module is not there to be read, as with a class of a notebook.
     derived = type("Derived", (LlamaForCausalLM,), {"__module__": "not there"})(tiny.model.config)
     before = derived.config._attn_implementation
-    with paged_model(derived), pytest.raises(ValueError, match="runs only inside a ModelExecutor"):
-        derived(torch.tensor([[3, 4]]))
+    with pytest.raises(ValueError, match="runs only inside a ModelExecutor"):
+        paged_copy(derived)(torch.tensor([[3, 4]]))
     assert derived.config._attn_implementation == before
+    derived(torch.tensor([[3, 4]]))
+
+
+def test_paged_copy_shares_tensors_and_hooks_and_nothing_else():
+    class Notes:
+        def __init__(self):
+            # What cannot be copied.
+            self.lock, self.seen = threading.Lock(), []
+
+        def note(self, module, *_):
+            self.seen.append(module)
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=16, **sizes)
+    model, notes = LlamaForCausalLM(config), Notes()
+    model.model.norm.register_forward_hook(notes.note)
+    model.train()
+    model.model.mask = torch.ones(3)
+    copied = paged_copy(model)
+    ours, theirs = ([*of.parameters(), *of.buffers(), of.model.mask] for of in (copied, model))
+    assert all(one is other for one, other in zip(ours, theirs, strict=True))
+    assert {id(module) for module in copied.modules()}.isdisjoint(id(module) for module in model.modules())
+    assert model.training
+    assert not any(module.training for module in copied.modules())
+    copied.set_attn_implementation("eager")
+    copied(torch.tensor([[3, 4]]))
+    assert notes.seen == [copied.model.norm]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,18 @@
 """Streamed text is the final text, and a stop text is found wherever the tokens' borders lie."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import PreTrainedTokenizerFast
 
+from cbresearch import models
 from cbresearch.engine.detokenizer import Detokenizer
+from cbresearch.models import TextDecoder
 
 UNFINISHED = "\ufffd"
 
@@ -152,6 +159,178 @@ def test_only_the_last_few_tokens_are_decoded_again():
     assert max(lengths) == 2
 
 
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+WORDS = [
+    "it",
+    "n",
+    "t",
+    "do",
+    "##ing",
+    "##s",
+    "'",
+    "s",
+    ".",
+    ",",
+    "?",
+    "!",
+    "m",
+    "ve",
+    "v",
+    "re",
+    "r",
+    "[UNK]",
+]
+PIECES = [
+    "<unk>",
+    "▁",
+    "▁▁",
+    "▁a",
+    "a",
+    "b",
+    "'",
+    "▁'",
+    "s",
+    "▁s",
+    "n",
+    "▁n",
+    "t",
+    ".",
+    "▁.",
+    "é",
+    "v",
+    "▁v",
+    "e",
+]
+STRIPPED = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+SPELT = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġ'", "'s", "ðŁ", "ðŁĻĤ", "¬âĤ"]
+SUFFIXED = ["<unk>", "a</w>", "b", "hello</w>", "'</w>", "s</w>"]
+
+
+def numbered(pieces):
+    return {piece: number for number, piece in enumerate(pieces)}
+
+
+def bpe(pieces):
+    return tokenizer_models.BPE(numbered(pieces), [])
+
+
+TOKENIZERS = {
+    "bytes": (bpe(SPELT), decoders.ByteLevel()),
+    "word pieces": (tokenizer_models.WordPiece(numbered(WORDS), unk_token="[UNK]"), decoders.WordPiece()),
+    "words": (
+        tokenizer_models.WordPiece(numbered(WORDS), unk_token="[UNK]"),
+        decoders.WordPiece(cleanup=False),
+    ),
+    "unigrams": (tokenizer_models.Unigram([(piece, 0.0) for piece in PIECES], 0), decoders.Metaspace()),
+    "byte fallback": (bpe([*PIECES, *BYTES]), decoders.Sequence(STRIPPED)),
+    "byte fallback, unstripped": (bpe([*PIECES, *BYTES]), decoders.Sequence(STRIPPED[:-1])),
+    "suffixes": (bpe(SUFFIXED), decoders.BPEDecoder()),
+}
+
+
+def build_tokenizer(kind, cleans_up=False):
+    model, decoder = TOKENIZERS[kind]
+    built = Tokenizer(model)
+    built.decoder = decoder
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=built, clean_up_tokenization_spaces=cleans_up, eos_token="<eos>", pad_token="<pad>"
+    )
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    return tokenizer
+
+
+@pytest.mark.parametrize("cleans_up", [False, True])
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_a_stream_is_what_the_tokenizer_makes_of_all_tokens(kind, cleans_up):
+    tokenizer = build_tokenizer(kind, cleans_up)
+    decode, rng = TextDecoder(tokenizer), np.random.default_rng(0)
+    # Where there are bytes, most of them begin or go on with characters.
+    byte_ids = tokenizer.convert_tokens_to_ids(["<0xE2>", "<0x82>", "<0xAC>", "<0x41>", "<0xFF>"])
+    likely = [token for token in byte_ids if token is not None] + list(
+        range(min(len(PIECES), len(tokenizer)))
+    )
+    for length in [*rng.integers(0, 25, size=150).tolist(), 300, 300]:
+        pool = rng.choice(likely if rng.random() < 0.5 else len(tokenizer), int(rng.integers(2, 9)))
+        token_ids = rng.choice(pool if length < 300 else len(tokenizer), length).tolist()
+        text, given, _ = detokenize(decode, token_ids)
+        want = tokenizer.decode(token_ids, skip_special_tokens=True)
+        assert "".join(given) == text.text == want, tokenizer.convert_ids_to_tokens(token_ids)
+
+
+def test_text_that_a_tokenizer_cleans_up_comes_when_it_is_sure():
+    tokenizer = build_tokenizer("word pieces", cleans_up=True)
+    _, given, _ = detokenize(TextDecoder(tokenizer), tokenizer.convert_tokens_to_ids(["it", "'", "s", "do"]))
+    assert given == ["it", "", "'s", " do", ""]
+    token_ids = tokenizer.convert_tokens_to_ids(["it", "'", "s", "do", "n", "'", "t"])
+    for stop, taken in (("it's", 3), ("t's d", 4), ("don't", 7)):
+        text, given, number = detokenize(TextDecoder(tokenizer), token_ids, [stop])
+        assert (text.stopped_by, number) == (stop, taken)
+        assert "".join(given) == text.text == "it's don't"[: "it's don't".index(stop)]
+
+
+def test_a_run_of_bytes_comes_with_what_ends_it_and_can_stop_an_output_at_once():
+    tokenizer = build_tokenizer("byte fallback")
+    find = tokenizer.convert_tokens_to_ids
+    token_ids = find(["▁a", "<0xE2>", "<0x82>", "<0xAC>", "<eos>", "<0x0A>", "b", "<0x0A>", "<0xFF>"])
+    _, given, _ = detokenize(TextDecoder(tokenizer), token_ids)
+    assert given == ["a", "", "", "", "", "", "€\nb", "", "", UNFINISHED * 2]
+    text, given, taken = detokenize(TextDecoder(tokenizer), token_ids, ["\n"])
+    assert ("".join(given), taken, text.stopped_by) == ("a€", 6, "\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "piece", "cleans_up"),
+    [
+        ("bytes", "ÿ", False),
+        ("bytes", "ðŁ", False),
+        ("bytes", "¬âĤ", False),
+        ("bytes", "Ġ", True),
+        ("word pieces", "n", True),
+        ("word pieces", "'", True),
+        ("byte fallback", "<0xFF>", False),
+        ("byte fallback", "<0x41>", False),
+        ("unigrams", "▁", True),
+        ("bytes", "<eos>", False),
+        ("bytes", None, False),
+    ],
+)
+def test_any_output_is_decoded_in_a_time_in_proportion_to_its_tokens(kind, piece, cleans_up):
+    tokenizer, lengths = build_tokenizer(kind, cleans_up), []
+
+    class Counting(TextDecoder):
+        def __call__(self, token_ids):
+            lengths.append(len(token_ids))
+            return super().__call__(token_ids)
+
+    # A model may have more tokens than its tokenizer.
+    token_ids = (tokenizer.convert_tokens_to_ids([piece]) if piece else [len(tokenizer) + 5]) * 1000
+    text, given, _ = detokenize(Counting(tokenizer), token_ids, ["never there"])
+    assert "".join(given) == text.text == tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert sum(lengths) < 50 * len(token_ids)
+
+
+def test_a_prompt_is_whole_while_another_thread_truncates_with_the_tokenizer(tiny):
+    tokenizer = build_tokenizer("word pieces")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    loaded = models.wrap("m", tiny.model, tokenizer)
+    assert tokenizer.backend_tokenizer.truncation["max_length"] == 3
+    done = threading.Event()
+
+    def truncate():
+        while not done.is_set():
+            tokenizer(["it do"] * 20, padding=True, truncation=True, max_length=2)
+            tokenizer("it do")
+
+    thread = threading.Thread(target=truncate)
+    thread.start()
+    try:
+        assert {len(loaded.encode("it n t do " * 20)) for _ in range(200)} == {80}
+    finally:
+        done.set()
+        thread.join()
+
+
 # Bytes that begin, go on with and end characters of each length, and stop texts that overlap themselves.
 TOKENS = st.lists(
     st.sampled_from(["a", "b", "ab", "ba", "€", "🙂", "é", "\n"]).map(str.encode)
@@ -186,8 +365,6 @@ def test_any_text_cut_anywhere_into_tokens_comes_back(text, data):
 
 @pytest.mark.weights
 def test_the_stream_of_a_real_tokenizer_is_its_decoded_text():
-    from cbresearch import models
-
     try:
         loaded = models.load("smollm2-135m")
     except ValueError as error:

@@ -353,13 +353,12 @@ def test_a_model_that_is_no_causal_decoder_is_rejected_with_the_reason(config, p
 def test_a_model_that_bypasses_the_attention_interface_is_rejected(tiny):
     limits, cache = SchedulerConfig(), CacheConfig(20)
     layer = tiny.model.model.layers[1]
-    before = layer.self_attn.forward
     layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     try:
         with pytest.raises(ValueError, match=r"'tiny' .* layers \[1\] do not attend through the paged"):
             ModelExecutor(tiny, limits, cache).warm_up()
     finally:
-        layer.self_attn.forward = before
+        del layer.self_attn.forward
     ModelExecutor(tiny, limits, cache).warm_up()
 
 

@@ -250,7 +250,7 @@ def test_a_stop_text_with_a_special_token_stops(stop):
 def test_an_answer_ends_at_a_special_token_that_is_a_stop_text():
     with build() as engine:
         free = engine.generate(["w7"], 40, SamplingParams(temperature=1.5, seed=3))[0]
-        special = engine.loaded.special_tokens
+        special = engine.loaded.decode.special_tokens
         place = next(place for place, token in enumerate(free.token_ids) if token in special)
         stop = special[free.token_ids[place]]
         (answer,) = engine.generate(["w7"], 40, SamplingParams(temperature=1.5, seed=3, stop=(stop,)))

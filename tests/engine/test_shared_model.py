@@ -1,0 +1,214 @@
+"""Any number of users of one loaded model, in any number of threads: each as if alone."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import generate_alone
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cbresearch import models
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.cpu.forward import can_build, native_threads
+from cbresearch.engine import Engine, ModelExecutor
+from cbresearch.experiments import compare
+from cbresearch.policies import get
+from cbresearch.request import Request
+from cbresearch.scheduler import Scheduler
+from cbresearch.serve import serve
+
+LENGTH = 6
+BACKENDS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not can_build(), reason="C++"))]
+
+
+@pytest.fixture
+def small():
+    """A model of its own for each test, so that what is done to it stays here."""
+    torch.manual_seed(5)
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        eos_token_id=None,
+    )
+    return models.wrap("small", LlamaForCausalLM(config))
+
+
+PROMPTS = [tuple(range(3 + n, 8 + 3 * n)) for n in range(4)]
+
+
+def state(model):
+    """Return all that an engine could leave behind in a model."""
+    modules = {
+        name: (type(module), module.training, set(vars(module))) for name, module in model.named_modules()
+    }
+    return (
+        modules,
+        model.config.to_dict(),
+        model.config._attn_implementation,
+        dict(model.generation_config.to_dict()),
+    )
+
+
+def engine_tokens(loaded, **how):
+    with Engine(loaded, scheduler=SchedulerConfig(3, 16), cache=CacheConfig(12, 4), **how) as engine:
+        return [answer.token_ids for answer in engine.generate(PROMPTS, LENGTH)]
+
+
+def served_tokens(loaded, **how):
+    limits, cache = SchedulerConfig(2), CacheConfig(20, 4)
+    requests = [Request(str(n), prompt, LENGTH) for n, prompt in enumerate(PROMPTS)]
+    executor = ModelExecutor(loaded, limits, cache, **how)
+    executor.warm_up()
+    return list(serve(requests, Scheduler(get("fcfs"), limits, cache), executor).outputs.values())
+
+
+def generated_tokens(loaded):
+    return [generate_alone(loaded.model, prompt, LENGTH) for prompt in PROMPTS]
+
+
+def compared_tokens(loaded):
+    requests = [Request(str(n), prompt, LENGTH) for n, prompt in enumerate(PROMPTS)]
+    return list(compare(requests, ["sjf"], model=loaded).traces["sjf"].outputs.values())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_engines_executors_comparisons_and_generate_share_a_model_in_threads(backend, small):
+    want = generated_tokens(small)
+    before = state(small.model)
+    users = [
+        lambda: engine_tokens(small, backend=backend),
+        lambda: engine_tokens(small, backend="torch"),
+        lambda: served_tokens(small, backend=backend),
+        lambda: compared_tokens(small),
+        lambda: generated_tokens(small),
+    ]
+    with ThreadPoolExecutor(len(users)) as threads:
+        found = [future.result() for future in [threads.submit(user) for user in users * 2]]
+    assert found == [want] * len(found)
+    assert state(small.model) == before
+    assert generated_tokens(small) == want
+
+
+def test_the_interpreter_of_triton_serves_several_threads(small):
+    prompts = PROMPTS[0][:3], PROMPTS[1][:2]
+
+    def tokens(prompt, graphs):
+        limits, cache = SchedulerConfig(1), CacheConfig(2, 4)
+        executor = ModelExecutor(small, limits, cache, backend="triton", graphs=graphs)
+        trace = serve([Request("a", prompt, 3)], Scheduler(get("fcfs"), limits, cache), executor)
+        return trace.outputs["a"]
+
+    with ThreadPoolExecutor(2) as threads:
+        found = list(threads.map(tokens, prompts, (False, True)))
+    assert found == [generate_alone(small.model, prompt, 3) for prompt in prompts]
+
+
+def test_engines_on_one_model_end_in_any_order(small):
+    want = generated_tokens(small)
+    before = state(small.model)
+    first, second, third = (Engine(small, cache=CacheConfig(40, 4)) for _ in range(3))
+    first.add(PROMPTS[0], 100)
+    stream = third.add(PROMPTS[1], LENGTH)
+    first.stop()
+    assert [answer.token_ids for answer in second.generate(PROMPTS, LENGTH)] == want
+    assert stream.result(60).token_ids == want[1]
+    third.stop()
+    assert [answer.token_ids for answer in second.generate(PROMPTS, LENGTH)] == want
+    second.stop()
+    assert state(small.model) == before
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_in_training_mode_is_served_without_dropout_and_stays_in_it(backend, small):
+    want = generated_tokens(small)
+    for layer in small.model.model.layers:
+        layer.self_attn.attention_dropout = 0.9
+    small.model.train()
+    assert served_tokens(small, backend=backend) == want
+    with Engine(small, backend=backend) as engine:
+        small.model.eval()
+        small.model.train()
+        assert engine.generate([PROMPTS[2]], LENGTH)[0].token_ids == want[2]
+    assert small.model.training
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_are_trained_in_place_are_those_that_are_served(backend, small):
+    with Engine(small, backend=backend) as engine:
+        before = engine.generate(PROMPTS, LENGTH)
+        optimizer = torch.optim.SGD(small.model.parameters(), lr=1.0)
+        loss = small.model(torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss
+        loss.backward()
+        optimizer.step()
+        after = [answer.token_ids for answer in engine.generate(PROMPTS, LENGTH)]
+    assert after == generated_tokens(small)
+    assert after != [answer.token_ids for answer in before]
+    assert all(weight.requires_grad for weight in small.model.parameters())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_that_is_moved_to_another_type_is_refused_by_its_engines_and_served_by_new_ones(
+    backend, small
+):
+    engine = Engine(small, backend=backend)
+    assert engine.generate([PROMPTS[0]], 2)[0].error is None
+    small.model.double()
+    assert "load it twice" in engine.generate([PROMPTS[0]], 2)[0].error
+    with pytest.raises(RuntimeError, match=r"'small' was moved to cpu and torch\.float64"):
+        engine.stop()
+    assert served_tokens(small, backend="torch") == generated_tokens(small)
+
+
+def test_a_model_takes_no_harm_from_an_executor_that_fails(small):
+    before = state(small.model)
+    executor = ModelExecutor(small, SchedulerConfig(1), CacheConfig(4, 4), backend="torch")
+    executor._run_model._model.model.layers[1].mlp = None
+    with pytest.raises(TypeError):
+        executor.warm_up()
+    assert state(small.model) == before
+    assert len(generated_tokens(small)) == len(PROMPTS)
+
+
+def test_an_engine_costs_no_second_set_of_weights(small):
+    engines = [Engine(small, backend=backend, cache=CacheConfig(4, 4)) for backend in ("torch", "triton")]
+    own = {tensor.data_ptr() for tensor in (*small.model.parameters(), *small.model.buffers())}
+    for engine in engines:
+        model = engine._loop.executor._run_model._model
+        assert {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())} == own
+        engine.stop()
+
+
+@pytest.mark.skipif(not can_build(), reason="no C++ compiler")
+def test_threads_that_are_handed_over_come_back_whichever_forward_ends_last():
+    number = torch.get_num_threads()
+    torch.set_num_threads(3)
+    entered, leave, counts = threading.Barrier(3), [threading.Event(), threading.Event()], []
+
+    def forward(place):
+        with native_threads():
+            entered.wait(10)
+            leave[place].wait(10)
+        counts.append(torch.get_num_threads())
+
+    try:
+        threads = []
+        for place in range(2):
+            threads.append(threading.Thread(target=forward, args=(place,)))
+            threads[-1].start()
+        entered.wait(10)
+        for event, thread in zip(leave, threads, strict=True):
+            event.set()
+            thread.join()
+        fresh = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
+        fresh.start()
+        fresh.join()
+        assert counts == [3, 3, 3]
+    finally:
+        torch.set_num_threads(number)
