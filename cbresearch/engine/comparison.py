@@ -39,17 +39,18 @@ def reject_differing(loaded: LoadedModel, cache: PagedCache, forward: Forward) -
     Raises:
         ValueError: The logits differ, a layer does not attend through the cache, or a forward fails.
     """
+    cause: Exception | None = None
     for seed in range(_NUM_TRIES):
         try:
             problem = _problem(loaded, cache, forward, np.random.default_rng(seed))
         except Exception as error:
             # Whatever a model's code meets there is about its insides.
             said = (str(error).splitlines() or [""])[0]
-            problem = f"its forward fails on two short sequences: {type(error).__name__}: {said}"
+            problem, cause = f"its forward fails on two short sequences: {type(error).__name__}: {said}", error
         if problem is None:
             return
     family = loaded.model.config.model_type
-    raise ValueError(f"model {loaded.name!r} of the family {family!r} cannot be served: {problem}")
+    raise ValueError(f"model {loaded.name!r} of the family {family!r} cannot be served: {problem}") from cause
 
 
 @torch.inference_mode()

@@ -170,7 +170,7 @@ def test_a_model_takes_no_harm_from_an_executor_that_fails(small):
     before = state(small.model)
     executor = ModelExecutor(small, SchedulerConfig(1), CacheConfig(4, 4), backend="torch")
     executor._run_model._model.model.layers[1].mlp = None
-    with pytest.raises(TypeError):
+    with pytest.raises(ValueError, match="TypeError"):
         executor.warm_up()
     assert state(small.model) == before
     assert len(generated_tokens(small)) == len(PROMPTS)
