@@ -2,17 +2,19 @@
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from operator import index
 from typing import Any, NamedTuple
 
-from cbresearch.checks import check_numbers, count, real
+from cbresearch.checks import Bounds, check_numbers, count, real, text
 
 Prompt = str | int | tuple[int, ...]
 _LEAST_TEMPERATURE = 1e-3
+_MOST_TOKEN_ID = 2**64 - 1
+_MOST_PREDICTED = 2**53
 
 
 class TokenLogprobs(NamedTuple):
@@ -89,8 +91,6 @@ class SamplingParams:
             n=(1, 10_000),
             num_logprobs=(0, math.inf),
         )
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             remedy = f"give at least {_LEAST_TEMPERATURE}, or 0 to take the most likely token"
             raise ValueError(f"temperature is {self.temperature!r}; {remedy}")
@@ -106,9 +106,10 @@ def _checked_stop(stop: Any) -> tuple[str, ...]:
         texts = (stop,) if isinstance(stop, str) else tuple(stop)
     except TypeError:
         raise ValueError(f"stop is {stop!r}; give a text or a list of texts") from None
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"stop has {text!r}; give texts that are not empty")
+    for one in texts:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"stop has {one!r}; give texts that are not empty")
+        text("stop", one)
     return texts
 
 
@@ -167,17 +168,36 @@ class Request:
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"a request's id is {self.id!r}; it must be a text that is not empty")
         put, request = partial(object.__setattr__, self), f"request {self.id!r}"
+        for name in ("id", "client", "cache_salt", "group"):
+            if name in ("id", "client") or getattr(self, name) is not None:
+                text(f"{request}: {name}", getattr(self, name))
         put("prompt", _checked_prompt(request, self.prompt))
         put("max_tokens", count(f"{request}: max_tokens", self.max_tokens))
         put("arrival", real(f"{request}: arrival", self.arrival, unit="seconds"))
+        put("priority", count(f"{request}: priority", self.priority, *Bounds()))
         if self.deadline is not None:
             put("deadline", real(f"{request}: deadline", self.deadline, unit="seconds"))
+            if self.deadline < self.arrival:
+                remedy = "count both in seconds since the start of the run"
+                raise ValueError(
+                    f"{request}: deadline is {self.deadline}, before the arrival at {self.arrival}; {remedy}"
+                )
         for name in ("predicted_output", "output_length"):
             if (tokens := getattr(self, name)) is not None:
                 put(name, count(f"{request}: {name}", tokens))
+        if self.predicted_output is not None:
+            # Policies weigh it in floats.
+            count(f"{request}: predicted_output", self.predicted_output, most=_MOST_PREDICTED)
+        if not isinstance(self.sampling, SamplingParams):
+            raise ValueError(f"{request}: sampling is {self.sampling!r}; give SamplingParams(…)")
         if self.sampling.min_tokens > self.max_tokens:
             least = self.sampling.min_tokens
             raise ValueError(f"{request}: min_tokens is {least}, over max_tokens of {self.max_tokens}")
+
+    def moved(self, arrival: float) -> "Request":
+        """Return the request with another arrival; a deadline that is past by then becomes the arrival."""
+        is_past = self.deadline is not None and self.deadline < arrival
+        return replace(self, arrival=arrival, deadline=arrival if is_past else self.deadline)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -424,12 +444,19 @@ def _checked_prompt(request: str, prompt: Any) -> Prompt:
         if length < 1:
             raise ValueError(f"{request}: the prompt is {prompt!r}; give at least one token")
         return prompt if isinstance(prompt, str) else length
+    # The bytes of a text are no token ids, a set or a mapping has no order, and a batch is not one prompt.
+    is_list = not isinstance(prompt, bytes | bytearray | Set | Mapping) and getattr(prompt, "ndim", 1) == 1
     try:
         token_ids = tuple(map(index, prompt))
     except TypeError:
-        raise ValueError(
-            f"{request}: the prompt is {prompt!r}; give text, a list of token ids, or a length"
-        ) from None
+        token_ids, is_list = (), False
+    if not is_list or bool in set(map(type, token_ids)):
+        raise ValueError(f"{request}: the prompt is {prompt!r}; give text, a list of token ids, or a length")
     if not token_ids:
         raise ValueError(f"{request}: the prompt is empty; give at least one token")
+    if min(token_ids) < 0 or max(token_ids) > _MOST_TOKEN_ID:
+        place, token = next(pair for pair in enumerate(token_ids) if not 0 <= pair[1] <= _MOST_TOKEN_ID)
+        raise ValueError(
+            f"{request}: the prompt's token {place} is {token!r}; ids are integers from 0 to {_MOST_TOKEN_ID}"
+        )
     return token_ids

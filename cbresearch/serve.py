@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from heapq import heappop, heappush
 from typing import Protocol
 
@@ -271,7 +270,7 @@ class _Run:
             self._writer.request(record)
         for successor in self._on_finish(record) if self._on_finish is not None else ():
             if successor.arrival < self.now:
-                successor = replace(successor, arrival=self.now)
+                successor = successor.moved(self.now)
             self._requests.append(successor)
             heappush(self._followers, (successor.arrival, len(self._requests) - 1))
 

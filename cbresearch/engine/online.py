@@ -336,7 +336,7 @@ class Engine:
                         raise
                 self._condition.wait()
                 self._check_open()
-            request = replace(request, arrival=self._now())
+            request = request.moved(self._now())
             ticket = _Ticket(TokenStream(request, self.loaded.decode, self.abort))
             self._tickets[request.id] = ticket
             self._inbox.append(ticket)

@@ -201,8 +201,10 @@ def scale_rate(requests: Requests, factor: float) -> list[Request | Rejected]:
     for request in requests:
         arrival = request.arrival / factor
         if isinstance(request, Request) and request.deadline is not None:
-            request = replace(request, deadline=arrival + (request.deadline - request.arrival))
-        scaled.append(replace(request, arrival=arrival))
+            deadline = arrival + (request.deadline - request.arrival)
+            scaled.append(replace(request, arrival=arrival, deadline=deadline))
+        else:
+            scaled.append(replace(request, arrival=arrival))
     return scaled
 
 
@@ -243,7 +245,10 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
             raise ValueError(f"an arrival at {following!r} follows one at {arrival!r}; sort by arrival")
         offsets = np.sort(rng.random(len(group))) * min(tick, following - arrival)
         pairs = zip(group, offsets.tolist(), strict=True)
-        spread += [replace(request, arrival=arrival + offset) for request, offset in pairs]
+        for request, offset in pairs:
+            later = arrival + offset
+            is_rejected = isinstance(request, Rejected)
+            spread.append(replace(request, arrival=later) if is_rejected else request.moved(later))
     return spread
 
 
