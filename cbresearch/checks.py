@@ -4,7 +4,7 @@ import math
 from dataclasses import fields
 from numbers import Real
 from operator import index
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 
 class Bounds(NamedTuple):
@@ -19,24 +19,29 @@ class Bounds(NamedTuple):
     most: float = math.inf
 
 
-def text(name: str, value: Any) -> str:
-    """Return a text that can be written to a file.
+# What most options are.
+Number = Annotated[int, Bounds(1, 10**9)]
+Size = Annotated[float, Bounds(0, 1e9)]
+PositiveSize = Annotated[float, Bounds(1e-9, 1e9)]
+Share = Annotated[float, Bounds(0, 1)]
+
+
+def text(name: str, value: Any, *, optional: bool = False) -> None:
+    """Require a text that can be written to a file.
 
     Args:
         name: What the error message calls it.
         value: The text.
+        optional: Whether None will do.
 
     Raises:
         ValueError: It is no text, or has half of a surrogate pair.
     """
-    if not isinstance(value, str):
+    if not isinstance(value, str) and not (optional and value is None):
         raise ValueError(f"{name} is {value!r}; it must be a text")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        half = value[error.start]
-        raise ValueError(f"{name} has {half!r}, half a surrogate pair; write the whole character") from None
-    return value
+    half = next((one for one in value or "" if "\ud800" <= one <= "\udfff"), None)
+    if half is not None:
+        raise ValueError(f"{name} has {half!r}, half a surrogate pair; write the whole character")
 
 
 def count(name: str, value: Any, least: float = 1, most: float = math.inf) -> int:
@@ -57,7 +62,7 @@ def count(name: str, value: Any, least: float = 1, most: float = math.inf) -> in
         number = None
     if number is None or not least <= number <= most:
         limits = f" of at least {least}" if most == math.inf else f" from {least} to {most}"
-        limits = "" if (least, most) == Bounds() else limits
+        limits = limits if least > -math.inf else ""
         raise ValueError(f"{name} is {_shown(value)}; it must be an integer{limits}")
     return number
 

@@ -14,7 +14,6 @@ from cbresearch.checks import Bounds, check_numbers, count, real, text
 Prompt = str | int | tuple[int, ...]
 _LEAST_TEMPERATURE = 1e-3
 _MOST_TOKEN_ID = 2**64 - 1
-_MOST_PREDICTED = 2**53
 
 
 class TokenLogprobs(NamedTuple):
@@ -169,25 +168,22 @@ class Request:
             raise ValueError(f"a request's id is {self.id!r}; it must be a text that is not empty")
         put, request = partial(object.__setattr__, self), f"request {self.id!r}"
         for name in ("id", "client", "cache_salt", "group"):
-            if name in ("id", "client") or getattr(self, name) is not None:
-                text(f"{request}: {name}", getattr(self, name))
+            text(f"{request}: {name}", getattr(self, name), optional=name in ("cache_salt", "group"))
         put("prompt", _checked_prompt(request, self.prompt))
         put("max_tokens", count(f"{request}: max_tokens", self.max_tokens))
         put("arrival", real(f"{request}: arrival", self.arrival, unit="seconds"))
         put("priority", count(f"{request}: priority", self.priority, *Bounds()))
         if self.deadline is not None:
             put("deadline", real(f"{request}: deadline", self.deadline, unit="seconds"))
-            if self.deadline < self.arrival:
-                remedy = "count both in seconds since the start of the run"
-                raise ValueError(
-                    f"{request}: deadline is {self.deadline}, before the arrival at {self.arrival}; {remedy}"
-                )
+            if self.deadline < (arrival := self.arrival):
+                what = f"deadline is {self.deadline}, before the arrival at {arrival}"
+                raise ValueError(f"{request}: {what}; count both in seconds since the start of the run")
         for name in ("predicted_output", "output_length"):
             if (tokens := getattr(self, name)) is not None:
                 put(name, count(f"{request}: {name}", tokens))
         if self.predicted_output is not None:
             # Policies weigh it in floats.
-            count(f"{request}: predicted_output", self.predicted_output, most=_MOST_PREDICTED)
+            count(f"{request}: predicted_output", self.predicted_output, most=2**53)
         if not isinstance(self.sampling, SamplingParams):
             raise ValueError(f"{request}: sampling is {self.sampling!r}; give SamplingParams(…)")
         if self.sampling.min_tokens > self.max_tokens:
@@ -217,6 +213,10 @@ class Rejected:
     id: str
     error: str
     arrival: float = 0.0
+
+    def moved(self, arrival: float) -> "Rejected":
+        """Return the same with another arrival."""
+        return replace(self, arrival=arrival)
 
 
 class RequestStatus(enum.Enum):

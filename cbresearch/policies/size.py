@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nsmallest
 
+from cbresearch.checks import Number, PositiveSize, Size
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
 from cbresearch.request import RequestState
 
@@ -42,7 +43,7 @@ class HighestResponseRatioNext(ShortestJobFirst):
     name = "hrrn"
     source = "Brinch Hansen (1971)"
 
-    def __init__(self, token_seconds: float = 1.0) -> None:
+    def __init__(self, token_seconds: PositiveSize = 1.0) -> None:
         self.token_seconds = token_seconds
 
     def rank(self, view: View, request: RequestState) -> float:
@@ -64,7 +65,7 @@ class LearningToRank(ShortestJobFirst):
     name = "rank"
     source = "vllm-ltr (NeurIPS'24)"
 
-    def __init__(self, starvation: float = 60.0) -> None:
+    def __init__(self, starvation: Size = 60.0) -> None:
         self.starvation = starvation
 
     def rank(self, view: View, request: RequestState) -> float:
@@ -135,7 +136,7 @@ class Trail(ShortestRemaining):
     name = "trail"
     source = "TRAIL (ICLR'25)"
 
-    def __init__(self, c: float = 0.8) -> None:
+    def __init__(self, c: Size = 0.8) -> None:
         self.c = c
 
     def may_lose(self, view: View, request: RequestState) -> bool:
@@ -162,7 +163,7 @@ class SkipJoinFeedback(Ranked):
     family = "size"
     source = "FastServe (2023; NSDI'26), skip-join MLFQ"
 
-    def __init__(self, levels: int = 4, quantum: int = 64, aging: float = 60.0) -> None:
+    def __init__(self, levels: Number = 4, quantum: Number = 64, aging: Size = 60.0) -> None:
         self.levels, self.quantum, self.aging = levels, quantum, aging
 
     def begin(self) -> None:

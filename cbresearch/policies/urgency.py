@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from cbresearch.checks import PositiveSize, Size
 from cbresearch.policies.base import View
 from cbresearch.policies.size import Ranked, ShortestJobFirst
 from cbresearch.request import RequestState
@@ -81,7 +82,7 @@ class Andes(Ranked):
     family = "slo"
     source = "Andes (2024)"
 
-    def __init__(self, ttft: float = 1.0, speed: float = 5.0) -> None:
+    def __init__(self, ttft: Size = 1.0, speed: PositiveSize = 5.0) -> None:
         self.ttft, self.speed = ttft, speed
 
     def rank(self, view: View, request: RequestState) -> float:

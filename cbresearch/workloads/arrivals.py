@@ -200,11 +200,10 @@ def scale_rate(requests: Requests, factor: float) -> list[Request | Rejected]:
     scaled: list[Request | Rejected] = []
     for request in requests:
         arrival = request.arrival / factor
-        if isinstance(request, Request) and request.deadline is not None:
-            deadline = arrival + (request.deadline - request.arrival)
-            scaled.append(replace(request, arrival=arrival, deadline=deadline))
-        else:
-            scaled.append(replace(request, arrival=arrival))
+        moved = request.moved(arrival)
+        if isinstance(request, Request) and isinstance(moved, Request) and request.deadline is not None:
+            moved = replace(moved, deadline=arrival + (request.deadline - request.arrival))
+        scaled.append(moved)
     return scaled
 
 
@@ -245,10 +244,7 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
             raise ValueError(f"an arrival at {following!r} follows one at {arrival!r}; sort by arrival")
         offsets = np.sort(rng.random(len(group))) * min(tick, following - arrival)
         pairs = zip(group, offsets.tolist(), strict=True)
-        for request, offset in pairs:
-            later = arrival + offset
-            is_rejected = isinstance(request, Rejected)
-            spread.append(replace(request, arrival=later) if is_rejected else request.moved(later))
+        spread += [request.moved(arrival + offset) for request, offset in pairs]
     return spread
 
 
