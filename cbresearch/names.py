@@ -66,8 +66,7 @@ def build(kind: str, text: str, factories: Mapping[str, Callable[..., T]]) -> T:
     """
     name, options = parse(text)
     if name not in factories:
-        several = f"give each {kind} by itself, and options behind a colon; " if "," in name else ""
-        raise ValueError(f"unknown {kind} {name!r}; {several}{suggestion(name, factories)}")
+        raise ValueError(f"unknown {kind} {name!r}; {suggestion(name, factories)}")
     parameters = inspect.signature(factories[name]).parameters.values()
     known = {one.name: one for one in parameters if one.kind not in _UNNAMED}
     for option, value in options.items():
@@ -156,13 +155,9 @@ def load(kind: str, name: str, base: type[T]) -> type[T]:
         ValueError: There is no such file, or it defines no such subclass of `base`.
     """
     path, _, defined = name.partition(":")
-    file = Path(path).expanduser()
-    if not file.is_file():
+    if not Path(path).is_file():
         raise ValueError(f"{kind} {name!r}: there is no file {path!r} in {Path.cwd()}; give its path")
-    try:
-        module = runpy.run_path(str(file), run_name=path)
-    except Exception as error:
-        raise ValueError(f"{kind} {name!r}: {path!r} fails: {type(error).__name__}: {error}") from error
+    module = runpy.run_path(path, run_name=path)
     classes = {key: it for key, it in module.items() if isinstance(it, type) and issubclass(it, base)}
     if defined not in classes:
         remedy = suggestion(defined, [key for key, value in classes.items() if value is not base])

@@ -254,10 +254,26 @@ def parallel_samples(request: Request, num_samples: int | None = None) -> tuple[
     )
 
 
+def listed(requests: Iterable[Request | Rejected]) -> list[Request | Rejected]:
+    """Return requests as a list.
+
+    Raises:
+        TypeError: They are no list or the like, or something else is among them.
+    """
+    remedy = "give a list of requests, such as [Request('a', prompt=100, max_tokens=20)]"
+    if not isinstance(requests, Iterable):
+        raise TypeError(f"the requests are {requests!r}; {remedy}")
+    given = list(requests)
+    for place, one in enumerate(given):
+        if not isinstance(one, Request | Rejected):
+            raise TypeError(f"entry {place} of the requests is {one!r}; {remedy}")
+    return given
+
+
 def expand(requests: Iterable[Request | Rejected]) -> list[Request | Rejected]:
     """Return the requests, with parallel samples in the place of each that asks for more than one answer."""
     expanded: list[Request | Rejected] = []
-    for request in requests:
+    for request in listed(requests):
         if isinstance(request, Request) and request.sampling.n > 1:
             expanded += parallel_samples(request)
         else:

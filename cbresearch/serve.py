@@ -7,7 +7,7 @@ from typing import Protocol
 
 from cbresearch import fast_forward as decode_runs
 from cbresearch.fast_forward import Outlook
-from cbresearch.request import Rejected, Request, RequestState
+from cbresearch.request import Rejected, Request, RequestState, listed
 from cbresearch.scheduler import Scheduler
 from cbresearch.step import DecodeRun, Plan, StepResult
 from cbresearch.trace import Origin, RequestRecord, StepRecord, Steps, Trace, TraceWriter
@@ -135,7 +135,7 @@ def serve(
     Returns:
         The trace. A request that cannot be served is in it with its error; the others are served.
     """
-    run = _Run(list(requests), Loop(scheduler, executor), on_step, on_finish, writer)
+    run = _Run(listed(requests), Loop(scheduler, executor), on_step, on_finish, writer)
     outlook: Outlook | None = None
     if fast_forward and on_step is None and decode_runs.allows(scheduler):
         outlook = getattr(executor, "outlook", None)
@@ -268,7 +268,7 @@ class _Run:
         self._records[place] = record
         if self._writer is not None:
             self._writer.request(record)
-        for successor in self._on_finish(record) if self._on_finish is not None else ():
+        for successor in listed(self._on_finish(record) or ()) if self._on_finish is not None else ():
             if successor.arrival < self.now:
                 successor = successor.moved(self.now)
             self._requests.append(successor)

@@ -171,11 +171,12 @@ def begin(policy: Policy) -> None:
     """Check what a policy says of itself, and let it begin a run.
 
     Raises:
-        TypeError: Its name is no text, or one of its flags neither True nor False.
+        TypeError: One of its flags is neither True nor False.
+        ValueError: Its name is no text.
         RuntimeError: Its `begin` fails.
     """
-    text("the policy's name", policy.name)
-    for flag in ("fast_forward", "pads_finished_rows", "joins_running_batch"):
+    text(f"the name of {policy!r}", policy.name)
+    for flag in [name for name, value in vars(Policy).items() if isinstance(value, bool)]:
         if not isinstance(value := getattr(policy, flag), bool):
             raise TypeError(f"policy {policy.name!r}: {flag} is {value!r}; set it to True or False")
     ask(policy, "begin")

@@ -288,8 +288,9 @@ class Scheduler:
         if finished:
             self.finish(finished)
         # Behind all that has to be done: the hook may fail.
-        for state, num_tokens in updated if self.on_scheduled is not None else ():
-            self.on_scheduled(state, num_tokens)
+        if (on_scheduled := self.on_scheduled) is not None:
+            for state, num_tokens in updated:
+                on_scheduled(state, num_tokens)
         return pool, events, tuple(finished)
 
     def pool_counts(self, num_new_tokens: int = 0) -> PoolCounts:
