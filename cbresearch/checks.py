@@ -63,7 +63,7 @@ def count(name: str, value: Any, least: float = 1, most: float = math.inf) -> in
     if number is None or not least <= number <= most:
         limits = f" of at least {least}" if most == math.inf else f" from {least} to {most}"
         limits = limits if least > -math.inf else ""
-        raise ValueError(f"{name} is {_shown(value)}; it must be an integer{limits}")
+        raise ValueError(f"{name} is {shown(value)}; it must be an integer{limits}")
     return number
 
 
@@ -92,11 +92,12 @@ def real(
         limits = kind if positive or least == -math.inf else f"{kind}, {least:g} or more"
         if most < math.inf:
             limits = f"number from {least:g} to {most:g}"
-        raise ValueError(f"{name} is {_shown(value)}; it must be a {limits}")
+        raise ValueError(f"{name} is {shown(value)}; it must be a {limits}")
     return number
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as error messages show it."""
     # Python refuses to write an integer of over 4,300 digits.
     is_long = isinstance(value, int) and value.bit_length() > 4000
     return f"an integer of {value.bit_length()} bits" if is_long else repr(value)

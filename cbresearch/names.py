@@ -10,7 +10,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
-from cbresearch.checks import Bounds, count, real
+from cbresearch.checks import Bounds, count, real, shown
 
 T = TypeVar("T")
 
@@ -102,15 +102,15 @@ def with_options(
     except TypeError as error:
         has = ", ".join([*signature.parameters][1:]) or "none"
         raise TypeError(f"{kind} {name!r}: {error}; its options: {has}") from None
-    shown = []
+    written = []
     for option, value in given:
         parameter = signature.parameters[option]
         check_option(f"{kind} {name!r}: option {option}", value, parameter)
         is_plain = value is None or isinstance(value, str | Real)
         if value is not parameter.default and not (is_plain and value == parameter.default):
-            written = value if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
-            shown.append(option if value is True else f"{option}={written}")
-    return f"{name}:{','.join(shown)}" if shown else name
+            text = value if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
+            written.append(option if value is True else f"{option}={text}")
+    return f"{name}:{','.join(written)}" if written else name
 
 
 def check_option(name: str, value: Any, parameter: Parameter) -> None:
@@ -135,7 +135,7 @@ def check_option(name: str, value: Any, parameter: Parameter) -> None:
     types = get_args(annotation) or (annotation,)
     if get_origin(annotation) is Literal:
         if value not in types:
-            raise ValueError(f"{name} is {value!r}; choose {' or '.join(map(str, types))}")
+            raise ValueError(f"{name} is {shown(value)}; choose {' or '.join(map(str, types))}")
     elif not set(types) & set(_TYPES):
         types = (type(default),)
     is_whole, is_number = (isinstance(value, one) and not isinstance(value, bool) for one in (Integral, Real))
@@ -145,7 +145,7 @@ def check_option(name: str, value: Any, parameter: Parameter) -> None:
         real(name, value, *range_)
     elif (wanted := [_TYPES[kind] for kind in _TYPES if kind in types]) and type(value) not in types:
         example = f", such as {default}" if type(default) in (int, str) else ""
-        raise ValueError(f"{name} is {value!r}; it must be {' or '.join(wanted)}{example}")
+        raise ValueError(f"{name} is {shown(value)}; it must be {' or '.join(wanted)}{example}")
 
 
 def load(kind: str, name: str, base: type[T]) -> type[T]:

@@ -129,7 +129,8 @@ class LongestPrefixMatch(Policy):
     """Admit the longest cached prefix first; a queue that is long is served in its order.
 
     A request that has little cached, but shares a prefix with another waiting one, is better off behind it:
-    the first of each such group goes ahead, the others find the prefix cached.
+    the first of each such group goes ahead, the others find the prefix cached. While the queue is short, a
+    request without a cached prefix starves for as long as others with one come.
 
     Args:
         most: Length of the queue beyond which prefixes are not looked up.

@@ -12,7 +12,8 @@ from cbresearch.request import RequestState
 class ShortestJobFirst(Policy):
     """Admit the request with the shortest predicted output first, without preempting for it.
 
-    Without a prediction `max_tokens` stands in: where end-of-sequence tokens are ignored, that is the truth.
+    A long request starves for as long as shorter ones come. Without a prediction `max_tokens` stands in:
+    where end-of-sequence tokens are ignored, that is the truth.
     """
 
     name = "sjf"
@@ -112,7 +113,10 @@ class Ranked(Policy):
 
 
 class ShortestRemaining(Ranked):
-    """Serve the shortest predicted remaining output first, and preempt for it."""
+    """Serve the shortest predicted remaining output first, and preempt for it.
+
+    A long request starves for as long as shorter ones come.
+    """
 
     name = "srpt"
     family = "size"
@@ -126,8 +130,9 @@ class ShortestRemaining(Ranked):
 class Trail(ShortestRemaining):
     """Serve the shortest predicted remaining output first; only a young request may be displaced for it.
 
-    The prediction is not refreshed from the model's embeddings, as in the paper: it counts down. The floor of
-    the product and c = 0.8 are an interpretation.
+    A long request without a seat starves for as long as shorter ones come. The prediction is not refreshed
+    from the model's embeddings, as in the paper: it counts down. The floor of the product and c = 0.8 are an
+    interpretation.
 
     Args:
         c: A request is young while it has generated fewer than c times its predicted output, rounded down.
@@ -201,8 +206,9 @@ class SkipJoinFeedback(Ranked):
 class MemoryCheckedShortestFirst(ShortestJobFirst):
     """Admit the shortest first, as long as memory suffices until each predicted end.
 
-    At each instant at which a request is predicted to finish, what all that still run then hold must fit the
-    pool. The paper counts tokens; here it is whole blocks, without the last token, whose KV is never needed.
+    A long request starves for as long as shorter ones come. At each instant at which a request is predicted
+    to finish, what all that still run then hold must fit the pool. The paper counts tokens; here it is
+    whole blocks, without the last token, whose KV is never needed.
     """
 
     name = "mc_sf"
