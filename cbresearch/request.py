@@ -460,13 +460,15 @@ def _checked_prompt(request: str, prompt: Any) -> Prompt:
         if length < 1:
             raise ValueError(f"{request}: the prompt is {prompt!r}; give at least one token")
         return prompt if isinstance(prompt, str) else length
-    # The bytes of a text are no token ids, a set or a mapping has no order, and a batch is not one prompt.
-    is_list = not isinstance(prompt, bytes | bytearray | Set | Mapping) and getattr(prompt, "ndim", 1) == 1
+    # The bytes of a text are no token ids, and a set or a mapping has no order.
+    is_list = not isinstance(prompt, bytes | bytearray | Set | Mapping)
     try:
-        token_ids = tuple(map(index, prompt))
+        # An array or a tensor becomes plain numbers, or lists of them if it is a batch.
+        given = tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
+        token_ids = tuple(map(index, given))
     except TypeError:
-        token_ids, is_list = (), False
-    if not is_list or bool in set(map(type, token_ids)):
+        given, token_ids, is_list = (), (), False
+    if not is_list or bool in set(map(type, given)):
         raise ValueError(f"{request}: the prompt is {prompt!r}; give text, a list of token ids, or a length")
     if not token_ids:
         raise ValueError(f"{request}: the prompt is empty; give at least one token")
