@@ -106,10 +106,9 @@ def with_options(
     for option, value in given:
         parameter = signature.parameters[option]
         check_option(f"{kind} {name!r}: option {option}", value, parameter)
-        is_plain = value is None or isinstance(value, str | Real)
-        if value is not parameter.default and not (is_plain and value == parameter.default):
-            text = value if is_plain else getattr(value, "__qualname__", type(value).__qualname__)
-            written.append(option if value is True else f"{option}={text}")
+        # Of an object there is no text that would make it again.
+        if isinstance(value, str | Real | None) and value != parameter.default:
+            written.append(option if isinstance(value, bool) and value else f"{option}={value}")
     return f"{name}:{','.join(written)}" if written else name
 
 

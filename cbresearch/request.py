@@ -13,7 +13,7 @@ from cbresearch.checks import Bounds, check_numbers, count, real, text
 
 Prompt = str | int | tuple[int, ...]
 _LEAST_TEMPERATURE = 1e-3
-_MOST_TOKEN_ID = 2**64 - 1
+_END_OF_TOKEN_IDS = 2**64
 
 
 class TokenLogprobs(NamedTuple):
@@ -97,7 +97,10 @@ class SamplingParams:
             name = "repetition_penalty" if self.top_p else "top_p"
             raise ValueError(f"{name} is 0; it must be above 0, and 1 changes nothing")
         object.__setattr__(self, "stop", _checked_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
+        token_ids = _checked_token_ids(
+            "stop_token_ids", self.stop_token_ids, "give a list of token ids", is_ordered=False
+        )
+        object.__setattr__(self, "stop_token_ids", token_ids)
 
 
 def _checked_stop(stop: Any) -> tuple[str, ...]:
@@ -112,15 +115,19 @@ def _checked_stop(stop: Any) -> tuple[str, ...]:
     return texts
 
 
-def _checked_stop_token_ids(token_ids: Any) -> tuple[int, ...]:
+def _checked_token_ids(name: str, value: Any, remedy: str, is_ordered: bool) -> tuple[int, ...]:
     try:
-        given = tuple(token_ids)
+        # The bytes of a text are no token ids, and a mapping is no list of them.
+        if isinstance(value, bytes | bytearray | Mapping) or (is_ordered and isinstance(value, Set)):
+            raise TypeError
+        # An array or a tensor becomes plain numbers, or lists of them if it is a batch.
+        given = tuple(value.tolist() if hasattr(value, "tolist") else value)
         kept = tuple(map(index, given))
     except TypeError:
-        raise ValueError(f"stop_token_ids is {token_ids!r}; give a list of token ids") from None
-    for token in given:
-        if token < 0 or isinstance(token, bool):
-            raise ValueError(f"stop_token_ids has {token!r}; token ids are integers of at least 0")
+        raise ValueError(f"{name} is {value!r}; {remedy}") from None
+    if kept and (bool in set(map(type, given)) or min(kept) < 0 or max(kept) >= _END_OF_TOKEN_IDS):
+        odd = next(one for one in given if isinstance(one, bool) or not 0 <= one < _END_OF_TOKEN_IDS)
+        raise ValueError(f"{name} has {odd!r}; token ids are integers of at least 0 and below 2**64")
     return kept
 
 
@@ -460,21 +467,8 @@ def _checked_prompt(request: str, prompt: Any) -> Prompt:
         if length < 1:
             raise ValueError(f"{request}: the prompt is {prompt!r}; give at least one token")
         return prompt if isinstance(prompt, str) else length
-    # The bytes of a text are no token ids, and a set or a mapping has no order.
-    is_list = not isinstance(prompt, bytes | bytearray | Set | Mapping)
-    try:
-        # An array or a tensor becomes plain numbers, or lists of them if it is a batch.
-        given = tuple(prompt.tolist() if hasattr(prompt, "tolist") else prompt)
-        token_ids = tuple(map(index, given))
-    except TypeError:
-        given, token_ids, is_list = (), (), False
-    if not is_list or bool in set(map(type, given)):
-        raise ValueError(f"{request}: the prompt is {prompt!r}; give text, a list of token ids, or a length")
+    remedy = "give text, a list of token ids, or a length"
+    token_ids = _checked_token_ids(f"{request}: the prompt", prompt, remedy, is_ordered=True)
     if not token_ids:
         raise ValueError(f"{request}: the prompt is empty; give at least one token")
-    if min(token_ids) < 0 or max(token_ids) > _MOST_TOKEN_ID:
-        place, token = next(pair for pair in enumerate(token_ids) if not 0 <= pair[1] <= _MOST_TOKEN_ID)
-        raise ValueError(
-            f"{request}: the prompt's token {place} is {token!r}; ids are integers from 0 to {_MOST_TOKEN_ID}"
-        )
     return token_ids

@@ -111,8 +111,10 @@ class Policy:
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Check the options, and name the policy by its class and them."""
         policy = super().__new__(cls)
-        # A class without a name of its own is not the one that it is derived from.
-        name = vars(cls).get("name", cls.__name__)
+        # A class of your own without a name is not the class of this package that it is derived from.
+        owner = next(one for one in cls.__mro__ if "name" in vars(one))
+        is_own = owner.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
+        name = cls.name if is_own else cls.__name__
         policy.name = names.with_options("policy", name, cls.__init__, values, options)
         return policy
 

@@ -107,7 +107,14 @@ def test_a_policy_of_a_class_without_a_name_is_not_called_by_the_name_of_its_bas
             self.weight, self.key = weight, key
 
     assert Mine().name == "Mine"
-    assert Mine(2, key=max).name == "Mine:weight=2,key=max"
+    assert Mine(2, key=max).name == "Mine:weight=2"
+
+    class Named(Policy):
+        """Do nothing else either."""
+
+        name = "named"
+
+    assert type("Heir", (Named,), {"__module__": __name__})().name == "named"
     trace = simulate([Request("a", 5, 3)], Mine())
     with pytest.raises(ValueError, match="unknown policy 'Mine'"):
         replan(trace)
