@@ -8,13 +8,18 @@ import runpy
 import traceback
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping
+from inspect import Parameter
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
+
+from cbresearch.checks import Bounds, count, real, shown
 
 T = TypeVar("T")
 
 _MOST_NAMED = 40
 _TYPES = {bool: "True or False", int: "a whole number", float: "a number", str: "a text"}
+_UNNAMED = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -57,12 +62,12 @@ def build(kind: str, text: str, factories: Mapping[str, Callable[..., T]]) -> T:
     Args:
         kind: What is built, such as "policy"; error messages begin with it.
         text: The name, with options after a colon.
-        factories: Makes each thing from its options, by name. The options are checked against the signature:
-            a value has the type of the parameter's default, or else of its annotation.
+        factories: Makes each thing from its options, by name. The options are checked against the signature
+            (see `check_option`).
 
     Raises:
-        ValueError: The name or an option is unknown (near misses are suggested), missing, given twice, or of
-            another type.
+        ValueError: The name or an option is unknown (near misses are suggested), missing, given twice, of
+            another type, or out of its range.
     """
     name, options = parse(text)
     several = re.split(r"[\s,;+|]+", text.strip())
@@ -72,15 +77,83 @@ def build(kind: str, text: str, factories: Mapping[str, Callable[..., T]]) -> T:
     if name not in factories:
         raise ValueError(f"unknown {kind} {name!r}; {suggestion(name, factories)}")
     parameters = inspect.signature(factories[name]).parameters.values()
-    known = {one.name: one for one in parameters if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)}
+    known = {one.name: one for one in parameters if one.kind not in _UNNAMED}
     for option, value in options.items():
         if option not in known:
             raise ValueError(f"{kind} {name!r} has no option {option!r}; {suggestion(option, known)}")
-        _check_type(f"{kind} {name!r}: option {option}", value, known[option])
+        check_option(f"{kind} {name!r}: option {option}", value, known[option])
     for option, parameter in known.items():
         if option not in options and parameter.default is parameter.empty:
             raise ValueError(f"{kind} {name!r} needs the option {option!r}; write {name}:{option}=…")
     return factories[name](**options)
+
+
+def with_options(
+    kind: str, name: str, init: Callable[..., None], values: tuple[Any, ...], options: Mapping[str, Any]
+) -> str:
+    """Return the name under which `build` makes the same again; the options are checked as `build` does.
+
+    Args:
+        kind: What is made, such as "policy"; error messages begin with it.
+        name: Its name without options.
+        init: The constructor that gets the options.
+        values: Options given by position.
+        options: Options given by name.
+
+    Raises:
+        TypeError: The constructor takes no such option.
+        ValueError: An option is of another type, or out of its range.
+    """
+    signature = inspect.signature(init)
+    try:
+        # The first parameter is the thing itself.
+        _, *given = signature.bind_partial(None, *values, **options).arguments.items()
+    except TypeError as error:
+        has = ", ".join([*signature.parameters][1:]) or "none"
+        raise TypeError(f"{kind} {name!r}: {error}; its options: {has}") from None
+    written = []
+    for option, value in given:
+        parameter = signature.parameters[option]
+        check_option(f"{kind} {name!r}: option {option}", value, parameter)
+        # Of an object there is no text that would make it again.
+        if isinstance(value, str | Real | None) and value != parameter.default:
+            written.append(option if isinstance(value, bool) and value else f"{option}={value}")
+    return f"{name}:{','.join(written)}" if written else name
+
+
+def check_option(name: str, value: Any, parameter: Parameter) -> None:
+    """Check a value against a parameter's annotation, or else against the type of its default.
+
+    The annotation may be a type, a `Literal`, or a type with its range, such as `Annotated[int, Bounds(1)]`.
+    Numbers of any type are taken, as long as they are finite; what is annotated otherwise is not checked.
+
+    Args:
+        name: What the error message calls it.
+        value: The value.
+        parameter: The parameter that gets it.
+
+    Raises:
+        ValueError: The value is of another type, or out of its range.
+    """
+    default, annotation, range_ = parameter.default, parameter.annotation, Bounds()
+    if parameter.kind in _UNNAMED:
+        return
+    if get_origin(annotation) is Annotated:
+        annotation, range_, *_ = get_args(annotation)
+    types = get_args(annotation) or (annotation,)
+    if get_origin(annotation) is Literal:
+        if value not in types:
+            raise ValueError(f"{name} is {shown(value)}; choose {' or '.join(map(str, types))}")
+    elif not set(types) & set(_TYPES):
+        types = (type(default),)
+    is_whole, is_number = (isinstance(value, one) and not isinstance(value, bool) for one in (Integral, Real))
+    if int in types and is_whole:
+        count(name, int(value), *range_)
+    elif float in types and is_number:
+        real(name, value, *range_)
+    elif (wanted := [_TYPES[kind] for kind in _TYPES if kind in types]) and type(value) not in types:
+        example = f", such as {default}" if type(default) in (int, str) else ""
+        raise ValueError(f"{name} is {shown(value)}; it must be {' or '.join(wanted)}{example}")
 
 
 def load(kind: str, name: str, base: type[T]) -> type[T]:
@@ -129,17 +202,5 @@ def _value(text: str) -> Any:
         return text.lower() == "true"
     try:
         return literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         return text
-
-
-def _check_type(option: str, value: Any, parameter: inspect.Parameter) -> None:
-    default = parameter.default
-    types = get_args(parameter.annotation) or (parameter.annotation,)
-    if not set(types) & set(_TYPES):
-        types = (type(default),)
-    wanted = [_TYPES[kind] for kind in _TYPES if kind in types]
-    if not wanted or type(value) in types or (float in types and type(value) is int):
-        return
-    example = f", such as {default}" if type(default) in (int, str) else ""
-    raise ValueError(f"{option} is {value!r}; it must be {' or '.join(wanted)}{example}")

@@ -2,17 +2,18 @@
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from operator import index
 from typing import Any, NamedTuple
 
-from cbresearch.checks import check_numbers, count, real
+from cbresearch.checks import Bounds, check_numbers, count, real, text
 
 Prompt = str | int | tuple[int, ...]
 _LEAST_TEMPERATURE = 1e-3
+_END_OF_TOKEN_IDS = 2**64
 
 
 class TokenLogprobs(NamedTuple):
@@ -89,8 +90,6 @@ class SamplingParams:
             n=(1, 10_000),
             num_logprobs=(0, math.inf),
         )
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; it must be True or False")
         if 0 < self.temperature < _LEAST_TEMPERATURE:
             remedy = f"give at least {_LEAST_TEMPERATURE}, or 0 to take the most likely token"
             raise ValueError(f"temperature is {self.temperature!r}; {remedy}")
@@ -98,7 +97,10 @@ class SamplingParams:
             name = "repetition_penalty" if self.top_p else "top_p"
             raise ValueError(f"{name} is 0; it must be above 0, and 1 changes nothing")
         object.__setattr__(self, "stop", _checked_stop(self.stop))
-        object.__setattr__(self, "stop_token_ids", _checked_stop_token_ids(self.stop_token_ids))
+        token_ids = _checked_token_ids(
+            "stop_token_ids", self.stop_token_ids, "give a list of token ids", is_ordered=False
+        )
+        object.__setattr__(self, "stop_token_ids", token_ids)
 
 
 def _checked_stop(stop: Any) -> tuple[str, ...]:
@@ -106,21 +108,26 @@ def _checked_stop(stop: Any) -> tuple[str, ...]:
         texts = (stop,) if isinstance(stop, str) else tuple(stop)
     except TypeError:
         raise ValueError(f"stop is {stop!r}; give a text or a list of texts") from None
-    for text in texts:
-        if not isinstance(text, str) or not text:
-            raise ValueError(f"stop has {text!r}; give texts that are not empty")
+    for one in texts:
+        if not isinstance(one, str) or not one:
+            raise ValueError(f"stop has {one!r}; give texts that are not empty")
+        text("stop", one)
     return texts
 
 
-def _checked_stop_token_ids(token_ids: Any) -> tuple[int, ...]:
+def _checked_token_ids(name: str, value: Any, remedy: str, is_ordered: bool) -> tuple[int, ...]:
     try:
-        given = tuple(token_ids)
+        # The bytes of a text are no token ids, and a mapping is no list of them.
+        if isinstance(value, bytes | bytearray | Mapping) or (is_ordered and isinstance(value, Set)):
+            raise TypeError
+        # An array or a tensor becomes plain numbers, or lists of them if it is a batch.
+        given = tuple(value.tolist() if hasattr(value, "tolist") else value)
         kept = tuple(map(index, given))
     except TypeError:
-        raise ValueError(f"stop_token_ids is {token_ids!r}; give a list of token ids") from None
-    for token in given:
-        if token < 0 or isinstance(token, bool):
-            raise ValueError(f"stop_token_ids has {token!r}; token ids are integers of at least 0")
+        raise ValueError(f"{name} is {value!r}; {remedy}") from None
+    if kept and (bool in set(map(type, given)) or min(kept) < 0 or max(kept) >= _END_OF_TOKEN_IDS):
+        odd = next(one for one in given if isinstance(one, bool) or not 0 <= one < _END_OF_TOKEN_IDS)
+        raise ValueError(f"{name} has {odd!r}; token ids are integers of at least 0 and below 2**64")
     return kept
 
 
@@ -167,17 +174,33 @@ class Request:
         if not isinstance(self.id, str) or not self.id:
             raise ValueError(f"a request's id is {self.id!r}; it must be a text that is not empty")
         put, request = partial(object.__setattr__, self), f"request {self.id!r}"
+        for name in ("id", "client", "cache_salt", "group"):
+            text(f"{request}: {name}", getattr(self, name), optional=name in ("cache_salt", "group"))
         put("prompt", _checked_prompt(request, self.prompt))
         put("max_tokens", count(f"{request}: max_tokens", self.max_tokens))
         put("arrival", real(f"{request}: arrival", self.arrival, unit="seconds"))
+        put("priority", count(f"{request}: priority", self.priority, *Bounds()))
         if self.deadline is not None:
             put("deadline", real(f"{request}: deadline", self.deadline, unit="seconds"))
+            if self.deadline < (arrival := self.arrival):
+                what = f"deadline is {self.deadline}, before the arrival at {arrival}"
+                raise ValueError(f"{request}: {what}; count both in seconds since the start of the run")
         for name in ("predicted_output", "output_length"):
             if (tokens := getattr(self, name)) is not None:
                 put(name, count(f"{request}: {name}", tokens))
+        if self.predicted_output is not None:
+            # Policies weigh it in floats.
+            count(f"{request}: predicted_output", self.predicted_output, most=2**53)
+        if not isinstance(self.sampling, SamplingParams):
+            raise ValueError(f"{request}: sampling is {self.sampling!r}; give SamplingParams(…)")
         if self.sampling.min_tokens > self.max_tokens:
             least = self.sampling.min_tokens
             raise ValueError(f"{request}: min_tokens is {least}, over max_tokens of {self.max_tokens}")
+
+    def moved(self, arrival: float) -> "Request":
+        """Return the request with another arrival; a deadline that is past by then becomes the arrival."""
+        is_past = self.deadline is not None and self.deadline < arrival
+        return replace(self, arrival=arrival, deadline=arrival if is_past else self.deadline)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -197,6 +220,10 @@ class Rejected:
     id: str
     error: str
     arrival: float = 0.0
+
+    def moved(self, arrival: float) -> "Rejected":
+        """Return the same with another arrival."""
+        return replace(self, arrival=arrival)
 
 
 class RequestStatus(enum.Enum):
@@ -234,10 +261,26 @@ def parallel_samples(request: Request, num_samples: int | None = None) -> tuple[
     )
 
 
+def listed(requests: Iterable[Request | Rejected]) -> list[Request | Rejected]:
+    """Return requests as a list.
+
+    Raises:
+        TypeError: They are no list or the like, or something else is among them.
+    """
+    remedy = "give a list of requests, such as [Request('a', prompt=100, max_tokens=20)]"
+    if not isinstance(requests, Iterable):
+        raise TypeError(f"the requests are {requests!r}; {remedy}")
+    given = list(requests)
+    for place, one in enumerate(given):
+        if not isinstance(one, Request | Rejected):
+            raise TypeError(f"entry {place} of the requests is {one!r}; {remedy}")
+    return given
+
+
 def expand(requests: Iterable[Request | Rejected]) -> list[Request | Rejected]:
     """Return the requests, with parallel samples in the place of each that asks for more than one answer."""
     expanded: list[Request | Rejected] = []
-    for request in requests:
+    for request in listed(requests):
         if isinstance(request, Request) and request.sampling.n > 1:
             expanded += parallel_samples(request)
         else:
@@ -424,12 +467,8 @@ def _checked_prompt(request: str, prompt: Any) -> Prompt:
         if length < 1:
             raise ValueError(f"{request}: the prompt is {prompt!r}; give at least one token")
         return prompt if isinstance(prompt, str) else length
-    try:
-        token_ids = tuple(map(index, prompt))
-    except TypeError:
-        raise ValueError(
-            f"{request}: the prompt is {prompt!r}; give text, a list of token ids, or a length"
-        ) from None
+    remedy = "give text, a list of token ids, or a length"
+    token_ids = _checked_token_ids(f"{request}: the prompt", prompt, remedy, is_ordered=True)
     if not token_ids:
         raise ValueError(f"{request}: the prompt is empty; give at least one token")
     return token_ids

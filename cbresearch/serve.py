@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from cbresearch import fast_forward as decode_runs
 from cbresearch.fast_forward import Outlook
-from cbresearch.request import Rejected, Request, RequestState
+from cbresearch.request import Rejected, Request, RequestState, listed
 from cbresearch.scheduler import Scheduler
 from cbresearch.step import DecodeRun, Plan, StepResult
 from cbresearch.trace import Origin, RequestRecord, StepRecord, Steps, Trace, TraceWriter
@@ -158,7 +158,7 @@ def from_first_arrival(requests: Iterable[Request | Rejected]) -> tuple[list[Req
     Returns:
         The requests, and the seconds by which their times are less than those given; 0 as a rule.
     """
-    given = list(requests)
+    given = listed(requests)
     first = min((entry.arrival for entry in given if isinstance(entry, Request)), default=0.0)
     return (given, 0.0) if first < _TIME_OF_DAY else ([_since(first, entry) for entry in given], first)
 
@@ -307,11 +307,11 @@ class Run:
         self._records[place] = record
         if self._writer is not None:
             self._writer.request(record)
-        for successor in self._on_finish(record) if self._on_finish is not None else ():
+        for successor in listed(self._on_finish(record) or ()) if self._on_finish is not None else ():
             if self._epoch and successor.arrival >= _TIME_OF_DAY:
                 successor = _since(self._epoch, successor)
             if successor.arrival < self.now:
-                successor = replace(successor, arrival=self.now)
+                successor = successor.moved(self.now)
             self._requests.append(successor)
             heappush(self._followers, (successor.arrival, len(self._requests) - 1))
 

@@ -11,7 +11,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear, Replayed
 from cbresearch.fast_forward import Outlook
 from cbresearch.policies import Policy
-from cbresearch.request import Rejected, Request, RequestState
+from cbresearch.request import Rejected, Request, RequestState, listed
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import serve
 from cbresearch.step import Plan, StepResult
@@ -208,8 +208,8 @@ def simulate(
         writer: Gets each step and request as it comes about, as for `serve`.
 
     Raises:
-        TypeError: The requests are a workload's name, the cost cannot be called, or the policy or a limit is
-            of another class.
+        TypeError: The requests are no list of them, the cost cannot be called, or the policy or a limit is of
+            another class.
         ValueError: The policy's name or option is unknown, or a step's cost is negative or not finite.
         RuntimeError: `verify` found a step that fast-forward got wrong; the message names it.
     """
@@ -217,7 +217,7 @@ def simulate(
         remedy = f"workloads.load({requests!r}, rng), or ask compare({requests!r}, policies, cost=...)"
         raise TypeError(f"the requests are {requests!r}; give a list of them, such as {remedy}")
     check_limits(scheduler=(scheduler, SchedulerConfig), cache=(cache, CacheConfig))
-    requests = list(requests)
+    requests = listed(requests)
     limits = scheduler or SchedulerConfig()
     pool = cache or unlimited_cache(requests, limits.max_num_seqs)
     policy = policies.get(policy)

@@ -17,14 +17,16 @@ PACKAGE = Path(__file__).resolve().parents[1] / "cbresearch"
 # Rooms that share a budget, from the lowest floor up: a room imports from its own row and the rows before it.
 # A later capability may raise its room's budget in the commit that needs it, with the reason beside it.
 CORE = {
-    # Over the floor plan's 480: requests flat for policies, one language of names, one set of checks; files
-    # of a person's own, whose errors are told by their line.
-    "request config model_shape names checks version": 610,
+    # Over the floor plan's 480: requests flat for policies, one language of names, one set of checks; every
+    # field of a request and every option of a policy is checked when it is built, by its annotation; files of
+    # a person's own, whose errors are told by their line.
+    "request config model_shape names checks version": 690,
     "step": 200,
     # Over the floor plan's 600: the events of blocks, and the interface itself.
     "kv": 680,
     "policies": 680,
-    "scheduler": 600,
+    # Over the floor plan's 600: a hook that fails is named and loses no request.
+    "scheduler": 625,
     "fast_forward": 300,
     # Over the floor plan's 500: files that survive a kill and distrust a stranger, columns by decode run,
     # windows of a run that every reader takes, clocks that count from 1970, and runs that take turns.
@@ -50,10 +52,9 @@ LAB = {
     "viz export __main__": 2075,
 }
 # The aim is 6,000.
-MOST_CORE = 6596
-MOST_CORE = 6630
+MOST_CORE = 6690
 MOST_LAB = 6000
-MOST_ALL = 12_320
+MOST_ALL = 12_800
 MOST_JAVASCRIPT = 1200
 
 _NO_CODE = {

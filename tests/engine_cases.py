@@ -286,11 +286,11 @@ def draw_requests(
             f"r{place}",
             shelf.prompts[chosen[int(rng.integers(len(chosen)))]],
             int(rng.integers(max(1, sampling.min_tokens), LONGEST_ANSWER + 1)),
-            arrival=float(rng.random() * span),
+            arrival=(arrival := float(rng.random() * span)),
             sampling=sampling,
             priority=int(rng.integers(-1, 2)),
             client=f"c{int(rng.integers(3))}",
-            deadline=float(rng.random() * 60) if rng.integers(2) else None,
+            deadline=arrival + float(rng.random() * 60) if rng.integers(2) else None,
             cache_salt=str(rng.choice(["a", "b"])) if rng.integers(6) == 0 else None,
             predicted_output=int(rng.integers(1, LONGEST_ANSWER + 1)) if rng.integers(2) else None,
         )

@@ -75,10 +75,10 @@ def workload(rng: np.random.Generator) -> list[Request]:
                 [*stems[place % 2][: int(rng.integers(0, 20))], *rng.integers(0, 3, int(rng.integers(1, 12)))]
             ),
             int(rng.integers(1, 16)),
-            arrival=float(rng.choice([0.0, rng.random() * 25])),
+            arrival=(arrival := float(rng.choice([0.0, rng.random() * 25]))),
             client=f"c{int(rng.integers(3))}",
             priority=int(rng.integers(-1, 2)),
-            deadline=float(rng.random() * 60) if rng.integers(2) else None,
+            deadline=arrival + float(rng.random() * 60) if rng.integers(2) else None,
             predicted_output=int(rng.integers(1, 20)) if rng.integers(2) else None,
             output_length=int(rng.integers(1, 16)) if rng.integers(3) == 0 else None,
         )

@@ -9,7 +9,6 @@ from itertools import count
 
 from cbresearch.checks import real
 from cbresearch.cluster.replica import Replica, ReplicaConfig, Router, least_outstanding
-from cbresearch.experiments.points import checked_requests
 from cbresearch.request import Rejected, Request, RequestState
 from cbresearch.serve import from_first_arrival, record_of
 from cbresearch.simulator import check_limits
@@ -92,7 +91,7 @@ def simulate_cluster(
         ValueError: An id is given twice, or there is no replica, or only one of the two halves of a
             disaggregated cluster.
     """
-    given, epoch = from_first_arrival(checked_requests(requests))
+    given, epoch = from_first_arrival(requests)
     replicas = list(replicas)
     served = [request for request in given if isinstance(request, Request)]
     _check_cluster(served, replicas)

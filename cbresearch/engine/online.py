@@ -361,7 +361,7 @@ class Engine:
                         raise
                 self._condition.wait()
                 self._check_open()
-            request = replace(request, arrival=self._now())
+            request = request.moved(self._now())
             ticket = _Ticket(TokenStream(request, self.loaded.decode_for(request.sampling.stop), self.abort))
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="cbresearch-engine", daemon=True)

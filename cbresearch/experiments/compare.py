@@ -20,13 +20,13 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.experiments.clock import caution, slowdowns
 from cbresearch.experiments.environment import environment, progress_bar
-from cbresearch.experiments.points import check_call, checked_requests, reject_twice
+from cbresearch.experiments.points import check_call, reject_twice
 from cbresearch.experiments.simulation_error import predict_run
 from cbresearch.metrics import Reporting
 from cbresearch.model_shape import ModelShape
 from cbresearch.names import described, suggestion
 from cbresearch.policies import Policy, get
-from cbresearch.request import Rejected, Request, expand
+from cbresearch.request import Rejected, Request, expand, listed
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Run
 from cbresearch.simulator import simulate, unlimited_cache
@@ -420,7 +420,7 @@ def _made(what: str, make: Callable[[], Iterable[T]]) -> tuple[T, ...]:
 def _given(workload: Workload, seed: int) -> tuple[list[Request | Rejected], str]:
     """Return a workload's requests and its label; a file of which no line can be read is refused."""
     if not isinstance(workload, str | os.PathLike):
-        requests = checked_requests(workload)
+        requests = listed(workload)
         return requests, f"{len(requests)} requests"
     given, label = load(workload, np.random.default_rng(seed)), Path(workload).name
     errors = [one.error for one in given if isinstance(one, Rejected)]

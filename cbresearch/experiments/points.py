@@ -11,7 +11,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.metrics import Reporting, Slo, summary
 from cbresearch.policies import Policy
-from cbresearch.request import Rejected, Request, expand
+from cbresearch.request import Rejected, Request, expand, listed
 from cbresearch.simulator import check_limits, simulate
 from cbresearch.trace import Trace
 from cbresearch.workloads import load, resolve_prompts
@@ -46,7 +46,7 @@ def serve_point(point: Point) -> Trace:
     """Draw a point's requests from its seed alone, and serve them in the simulator."""
     rng = np.random.default_rng(point.seed)
     workload = point.workload
-    given = load(workload, rng) if isinstance(workload, str) else checked_requests(workload(rng))
+    given = load(workload, rng) if isinstance(workload, str) else listed(workload(rng))
     requests = expand(resolve_prompts(given, None, None, np.random.default_rng(point.seed)))
     return simulate(requests, point.policy, cost=point.cost, scheduler=point.scheduler, cache=point.cache)
 
@@ -133,23 +133,6 @@ def check_call(cost: Any, n_jobs: Any = None, **limits: tuple[object, type]) -> 
     if n_jobs is not None and (type(n_jobs) is not int or n_jobs == 0):
         raise TypeError(f"n_jobs is {n_jobs!r}; give a number of processes, -1 for all cores, or None")
     check_limits(**limits)
-
-
-def checked_requests(requests: Any) -> list[Request | Rejected]:
-    """Return requests as a list.
-
-    Raises:
-        TypeError: They are something else.
-    """
-    if not isinstance(requests, Iterable):
-        raise TypeError(f"the requests are {requests!r}; give several, such as [Request('a', 5, 3)]")
-    given = list(requests)
-    for place, one in enumerate(given):
-        if not isinstance(one, Request | Rejected):
-            raise TypeError(
-                f"entry {place} of the requests is {one!r}; give a Request(id, prompt, max_tokens)"
-            )
-    return given
 
 
 def checked_seeds(seeds: Any) -> list[int]:

@@ -34,27 +34,37 @@ class Entry(NamedTuple):
 
 
 # The one registry of the package: a notebook cell adds to it, and every entry point looks names up in it. It
-# starts with the classes that say where their rule was published; the others are bases.
+# starts with the classes that say where their rule was published; the others are bases. "continuous" is what
+# many call the first.
 _REGISTRY: dict[str, type[Policy]] = {
     policy.name: policy
     for module in (base, batching, fairness, memory, servers, size, urgency)
     for policy in vars(module).values()
     if isinstance(policy, type) and issubclass(policy, Policy) and "source" in vars(policy)
-}
+} | {"continuous": Policy}
 
 
 def register(policy: PolicyClass) -> PolicyClass:
     """Make a policy class known under its `name`; usable as a decorator.
 
+    A class replaces the one of its own name and module, and in a notebook any other class of the notebook.
+
     Raises:
+        TypeError: It is no policy class.
         ValueError: The class has no name of its own, or another class holds that name.
     """
-    if "name" not in vars(policy) or not policy.name:
-        raise ValueError(f"{policy.__name__} has no `name` of its own; set one so that it can be asked for")
+    if not (isinstance(policy, type) and issubclass(policy, Policy)):
+        raise TypeError(f"{policy!r} is no policy class; register the class itself, derived from Policy")
+    if not (name := vars(policy).get("name")) or not isinstance(name, str) or names.parse(name) != (name, {}):
+        remedy = "set one, without a colon, so that it can be asked for"
+        raise ValueError(f"{policy.__name__} has no `name` of its own; {remedy}")
     known = _REGISTRY.get(policy.name, policy)
-    # A notebook cell that is run again defines the class again: the same qualified name may replace itself.
-    if (known.__module__, known.__qualname__) != (policy.__module__, policy.__qualname__):
-        raise ValueError(f"policy name {policy.name!r} belongs to {known.__name__}; choose another")
+    # A notebook cell that is run again defines the class again, perhaps under another name.
+    is_again = policy.__module__ == "__main__" or known.__qualname__ == policy.__qualname__
+    if known.__module__ != policy.__module__ or not is_again:
+        raise ValueError(
+            f"policy name {policy.name!r} belongs to {known.__name__} of {known.__module__}; choose another"
+        )
     _REGISTRY[policy.name] = policy
     return policy
 
@@ -72,6 +82,7 @@ def table() -> Mapping[str, Entry]:
             (inspect.getdoc(policy) or "").split("\n")[0], policy.family, vars(policy).get("source", "")
         )
         for name, policy in sorted(_REGISTRY.items())
+        if name == policy.name
     }
 
 

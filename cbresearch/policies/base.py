@@ -2,7 +2,11 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
+from math import inf
+from typing import Any, Self, cast
 
+from cbresearch import names
+from cbresearch.checks import Bounds, count, text
 from cbresearch.config import SchedulerConfig
 from cbresearch.kv import KVManager
 from cbresearch.request import RequestState
@@ -79,7 +83,8 @@ class Policy:
 
     Orca's iteration-level scheduling (OSDI'22) with Sarathi's chunked prefills (OSDI'24), in the order of
     vLLM v1: running requests go on, then the queue's head joins while seats, budget and blocks last.
-    A subclass overrides one method or two.
+    A subclass overrides one method or two. The options of its constructor are checked against their
+    annotations (see `names.check_option`), and those that are not the default are part of its name.
     """
 
     name = "fcfs"
@@ -102,6 +107,19 @@ class Policy:
 
     A class speaks for itself only: one that is derived from it says it anew, or its steps are taken one by
     one."""
+
+    def __new__(cls, *values: Any, **options: Any) -> Self:
+        """Check the options, and name the policy by its class and them."""
+        policy = super().__new__(cls)
+        # A class of your own without a name is not the class of this package that it is derived from.
+        owner = next(one for one in cls.__mro__ if "name" in vars(one))
+        is_own = owner.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
+        name = cls.name if is_own else cls.__name__
+        policy.name = names.with_options("policy", name, cls.__init__, values, options)
+        return policy
+
+    def __init__(self) -> None:
+        """Take no options."""
 
     def begin(self) -> None:
         """Drop what is kept of earlier runs; called when a scheduler takes the policy."""
@@ -145,7 +163,79 @@ class Policy:
         return None
 
     def served(self, request: RequestState, num_tokens: int) -> None:
-        """Take note that a request was scheduled `num_tokens` tokens in the step just done."""
+        """Take note that a request was scheduled `num_tokens` tokens in the step just done.
+
+        One whose `finish_reason` is set is not seen again. An aborted one is told with 0 tokens.
+        """
+
+
+def begin(policy: Policy) -> None:
+    """Check what a policy says of itself, and let it begin a run.
+
+    Raises:
+        TypeError: One of its flags is neither True nor False.
+        ValueError: Its name is no text.
+        RuntimeError: Its `begin` fails.
+    """
+    text(f"the name of {policy!r}", policy.name)
+    for flag in [name for name, value in vars(Policy).items() if isinstance(value, bool)]:
+        if not isinstance(value := getattr(policy, flag), bool):
+            raise TypeError(f"policy {policy.name!r}: {flag} is {value!r}; set it to True or False")
+    ask(policy, "begin")
+
+
+def ask(policy: Policy, hook: str, *values: Any) -> Any:
+    """Return what a hook of a policy says.
+
+    Raises:
+        RuntimeError: The hook fails; the message names the policy, and the cause has the traceback.
+    """
+    try:
+        return getattr(policy, hook)(*values)
+    except Exception as error:
+        raise _failure(policy, hook, error) from error
+
+
+def proposals(policy: Policy, view: View) -> Iterator[Proposal]:
+    """Yield what a policy proposes.
+
+    Raises:
+        RuntimeError: `propose` fails, or yields something else than a request and a number of tokens.
+    """
+    try:
+        for state, wanted in policy.propose(view):
+            if not isinstance(state, RequestState):
+                raise TypeError(f"{state!r} is not a request of the view")
+            if type(wanted) is not int and wanted != inf:
+                wanted = count(f"the number of tokens for {state}", wanted, *Bounds())
+            yield state, wanted
+    except Exception as error:
+        remedy = "; it must yield pairs of a request of the view and a number of tokens"
+        raise _failure(policy, "propose", error, remedy) from error
+
+
+def choose(
+    policy: Policy, hook: str, view: View, *waiting: RequestState, candidates: Sequence[RequestState]
+) -> RequestState | None:
+    """Return which candidate a hook chooses; None for none, which only "displace" may say.
+
+    Raises:
+        RuntimeError: The hook fails.
+        ValueError: It chooses something else.
+    """
+    # The policy may take its list apart.
+    chosen = ask(policy, hook, view, *waiting, list(candidates))
+    if not any(chosen is one for one in candidates) and (chosen is not None or hook == "victim"):
+        raise ValueError(
+            f"policy {policy.name!r}: its `{hook}` chose {chosen!r}; choose one of the candidates"
+        )
+    return cast("RequestState | None", chosen)
+
+
+def _failure(policy: Policy, hook: str, error: Exception, remedy: str = "") -> RuntimeError:
+    return RuntimeError(
+        f"policy {policy.name!r}: its `{hook}` failed: {type(error).__name__}: {error}{remedy}"
+    )
 
 
 def may_fast_forward(policy: Policy) -> bool:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
+from cbresearch.checks import Size
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
 from cbresearch.policies.servers import Sarathi
 from cbresearch.request import RequestState
@@ -26,9 +27,8 @@ class Static(Policy):
     fast_forward = True
     joins_running_batch = False
 
-    def __init__(self, release: bool = False, wait: float = 0.0) -> None:
+    def __init__(self, release: bool = False, wait: Size = 0.0) -> None:
         self.pads_finished_rows = not release
-        self.name = "static:release" if release else "static"
         self.wait = wait
 
     def begin(self) -> None:
@@ -63,7 +63,11 @@ class SplitFuse(Sarathi):
 
 
 class PrefillFirst(Policy):
-    """Prompts before decodes, never both in one step; none while a request is swapped out, as in vLLM v0."""
+    """Prompts before decodes, never both in one step; decodes starve for as long as prompts come.
+
+    As in vLLM v0, no prompt is scheduled while a request is swapped out, and a decode waits for every prompt
+    that finds a seat and blocks: its wait grows with their number.
+    """
 
     name = "prefill_first"
     source = "vLLM v0 (SOSP'23), without its watermark"

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
+from cbresearch.checks import Number, Size
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
 from cbresearch.request import RequestState
 
@@ -63,7 +64,7 @@ class VirtualTokenCounter(Charging):
     family = "fairness"
     source = "VTC (OSDI'24) and its published code"
 
-    def __init__(self, prompt_weight: float = 1.0, output_weight: float = 2.0) -> None:
+    def __init__(self, prompt_weight: Size = 1.0, output_weight: Size = 2.0) -> None:
         self.prompt_weight, self.output_weight = prompt_weight, output_weight
         # Sums of whole numbers are exact: it makes no difference in how many parts they are added.
 
@@ -103,7 +104,7 @@ class DeficitLongestPrefix(Charging):
     source = "DLPM (2025, arXiv 2501.14312)"
     output_weight = -1.0
 
-    def __init__(self, quantum: int = 512) -> None:
+    def __init__(self, quantum: Number = 512) -> None:
         self.quantum = quantum
 
     def propose(self, view: View) -> Iterator[Proposal]:
@@ -111,9 +112,12 @@ class DeficitLongestPrefix(Charging):
         yield from whole(in_turn(view))
         waiting = by_cached_prefix(view, queued(view)) if view.admitting else []
         while waiting and view.admitting:
-            while all(self.accounts[request.client] <= 0 for request in waiting):
-                for client in {request.client for request in waiting}:
-                    self.accounts[client] += self.quantum
+            clients = {request.client for request in waiting}
+            if all(self.accounts[client] <= 0 for client in clients):
+                # As many quanta at once as it takes until one of them has credit.
+                num_quanta = min(-self.accounts[client] // self.quantum for client in clients) + 1
+                for client in clients:
+                    self.accounts[client] += num_quanta * self.quantum
             head = next(request for request in waiting if self.accounts[request.client] > 0)
             waiting.remove(head)
             yield head, head.num_pending_tokens
@@ -125,7 +129,8 @@ class LongestPrefixMatch(Policy):
     """Admit the longest cached prefix first; a queue that is long is served in its order.
 
     A request that has little cached, but shares a prefix with another waiting one, is better off behind it:
-    the first of each such group goes ahead, the others find the prefix cached.
+    the first of each such group goes ahead, the others find the prefix cached. While the queue is short, a
+    request without a cached prefix starves for as long as others with one come.
 
     Args:
         most: Length of the queue beyond which prefixes are not looked up.
@@ -137,7 +142,7 @@ class LongestPrefixMatch(Policy):
     source = "SGLang, lpm"
     fast_forward = True
 
-    def __init__(self, most: int = 128, shared: int = 32) -> None:
+    def __init__(self, most: Number = 128, shared: Number = 32) -> None:
         self.most, self.shared = most, shared
 
     def propose(self, view: View) -> Iterator[Proposal]:

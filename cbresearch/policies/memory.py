@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from cbresearch.checks import Number, Share
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, queued, whole
 from cbresearch.request import RequestState
 
@@ -67,7 +68,7 @@ class PastFuture(Admitting):
     family = "memory"
     source = "LightLLM, Past-Future scheduler (ASPLOS'25)"
 
-    def __init__(self, reserved: float = 0.05, history: int = 1000) -> None:
+    def __init__(self, reserved: Share = 0.05, history: Number = 1000) -> None:
         self.reserved, self.history = reserved, history
 
     def begin(self) -> None:
@@ -96,7 +97,7 @@ class PastFuture(Admitting):
 
     def served(self, request: RequestState, num_tokens: int) -> None:
         """Remember the length of a finished output."""
-        if request.finish_reason is not None:
+        if request.finish_reason in ("stop", "length"):
             self._outputs.append(request.num_output_tokens)
 
 
@@ -117,7 +118,7 @@ class NewTokenRatio(Admitting):
     family = "memory"
     source = "SGLang, new_token_ratio and retract_decode"
 
-    def __init__(self, ratio: float = 0.7, decay: int = 600) -> None:
+    def __init__(self, ratio: Share = 0.7, decay: Number = 600) -> None:
         self.ratio, self.decay = ratio, decay
 
     def begin(self) -> None:

@@ -1,7 +1,9 @@
 """The batching of published servers: Orca, vLLM, Sarathi-Serve."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
+from cbresearch.checks import Share
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
 from cbresearch.policies.memory import Admitting
 from cbresearch.request import RequestState
@@ -24,9 +26,7 @@ class Orca(Admitting):
     source = "Orca (OSDI'22); reservations of vLLM (SOSP'23)"
     fast_forward = True
 
-    def __init__(self, reserve: str = "max") -> None:
-        if reserve not in ("max", "pow2", "oracle"):
-            raise ValueError(f"orca: reserve is {reserve!r}; choose max, pow2 or oracle")
+    def __init__(self, reserve: Literal["max", "pow2", "oracle"] = "max") -> None:
         self.reserve = reserve
         # A reservation by prediction grows once the output is longer, and another reason may then reject.
         self.fast_forward = reserve == "max"
@@ -48,7 +48,8 @@ class Orca(Admitting):
 class VllmV0(Policy):
     """Prompts before decodes, admitted above a watermark of free blocks; the latest admitted is preempted.
 
-    No request joins while one is swapped out. A prompt longer than the token budget is cut, which vLLM v0 did
+    Decodes starve for as long as prompts come: each waits for every prompt that is admitted. No request joins
+    while one is swapped out. A prompt longer than the token budget is cut, which vLLM v0 did
     not do unless asked; without `chunked_prefill` none is.
 
     Args:
@@ -60,7 +61,7 @@ class VllmV0(Policy):
     source = "vLLM (SOSP'23)"
     fast_forward = True
 
-    def __init__(self, swap: bool = False, watermark: float = 0.01) -> None:
+    def __init__(self, swap: bool = False, watermark: Share = 0.01) -> None:
         self.swap, self.watermark = swap, watermark
 
     def propose(self, view: View) -> Iterator[Proposal]:
@@ -118,7 +119,6 @@ class VllmV1(Policy):
 
     def __init__(self, priority: bool = False) -> None:
         self._by_priority = priority
-        self.name = "vllm_v1:priority" if priority else "vllm_v1"
 
     def propose(self, view: View) -> Iterator[Proposal]:
         """Propose the running requests, then the waiting ones."""

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nsmallest
 
+from cbresearch.checks import Number, PositiveSize, Size
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
 from cbresearch.request import RequestState
 
@@ -11,7 +12,8 @@ from cbresearch.request import RequestState
 class ShortestJobFirst(Policy):
     """Admit the request with the shortest predicted output first, without preempting for it.
 
-    Without a prediction `max_tokens` stands in: where end-of-sequence tokens are ignored, that is the truth.
+    A long request starves for as long as shorter ones come. Without a prediction `max_tokens` stands in:
+    where end-of-sequence tokens are ignored, that is the truth.
     """
 
     name = "sjf"
@@ -42,7 +44,7 @@ class HighestResponseRatioNext(ShortestJobFirst):
     name = "hrrn"
     source = "Brinch Hansen (1971)"
 
-    def __init__(self, token_seconds: float = 1.0) -> None:
+    def __init__(self, token_seconds: PositiveSize = 1.0) -> None:
         self.token_seconds = token_seconds
 
     def rank(self, view: View, request: RequestState) -> float:
@@ -64,7 +66,7 @@ class LearningToRank(ShortestJobFirst):
     name = "rank"
     source = "vllm-ltr (NeurIPS'24)"
 
-    def __init__(self, starvation: float = 60.0) -> None:
+    def __init__(self, starvation: Size = 60.0) -> None:
         self.starvation = starvation
 
     def rank(self, view: View, request: RequestState) -> float:
@@ -111,7 +113,10 @@ class Ranked(Policy):
 
 
 class ShortestRemaining(Ranked):
-    """Serve the shortest predicted remaining output first, and preempt for it."""
+    """Serve the shortest predicted remaining output first, and preempt for it.
+
+    A long request starves for as long as shorter ones come.
+    """
 
     name = "srpt"
     family = "size"
@@ -125,8 +130,9 @@ class ShortestRemaining(Ranked):
 class Trail(ShortestRemaining):
     """Serve the shortest predicted remaining output first; only a young request may be displaced for it.
 
-    The prediction is not refreshed from the model's embeddings, as in the paper: it counts down. The floor of
-    the product and c = 0.8 are an interpretation.
+    A long request without a seat starves for as long as shorter ones come. The prediction is not refreshed
+    from the model's embeddings, as in the paper: it counts down. The floor of the product and c = 0.8 are an
+    interpretation.
 
     Args:
         c: A request is young while it has generated fewer than c times its predicted output, rounded down.
@@ -135,7 +141,7 @@ class Trail(ShortestRemaining):
     name = "trail"
     source = "TRAIL (ICLR'25)"
 
-    def __init__(self, c: float = 0.8) -> None:
+    def __init__(self, c: Size = 0.8) -> None:
         self.c = c
 
     def may_lose(self, view: View, request: RequestState) -> bool:
@@ -162,7 +168,7 @@ class SkipJoinFeedback(Ranked):
     family = "size"
     source = "FastServe (2023; NSDI'26), skip-join MLFQ"
 
-    def __init__(self, levels: int = 4, quantum: int = 64, aging: float = 60.0) -> None:
+    def __init__(self, levels: Number = 4, quantum: Number = 64, aging: Size = 60.0) -> None:
         self.levels, self.quantum, self.aging = levels, quantum, aging
 
     def begin(self) -> None:
@@ -200,8 +206,9 @@ class SkipJoinFeedback(Ranked):
 class MemoryCheckedShortestFirst(ShortestJobFirst):
     """Admit the shortest first, as long as memory suffices until each predicted end.
 
-    At each instant at which a request is predicted to finish, what all that still run then hold must fit the
-    pool. The paper counts tokens; here it is whole blocks, without the last token, whose KV is never needed.
+    A long request starves for as long as shorter ones come. At each instant at which a request is predicted
+    to finish, what all that still run then hold must fit the pool. The paper counts tokens; here it is
+    whole blocks, without the last token, whose KV is never needed.
     """
 
     name = "mc_sf"

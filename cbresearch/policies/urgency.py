@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 
+from cbresearch.checks import PositiveSize, Size
 from cbresearch.policies.base import View
 from cbresearch.policies.size import Ranked, ShortestJobFirst
 from cbresearch.request import RequestState
@@ -11,7 +12,8 @@ from cbresearch.request import RequestState
 class Priority(Ranked):
     """Serve by (priority, arrival), smaller first; a more urgent waiting request displaces a running one.
 
-    Equals never displace one another. A preempted request keeps its place in that order.
+    Equals never displace one another. A preempted request keeps its place in that order. One that is less
+    urgent starves for as long as more urgent ones come.
     """
 
     name = "priority"
@@ -25,7 +27,10 @@ class Priority(Ranked):
 
 
 class EarliestDeadline(Ranked):
-    """Serve the earliest deadline first, and preempt for it; without a deadline a request comes last."""
+    """Serve the earliest deadline first, and preempt for it; without a deadline a request comes last.
+
+    Such a request starves for as long as others come with a deadline.
+    """
 
     name = "edf"
     family = "slo"
@@ -41,8 +46,9 @@ class EarliestDeadline(Ranked):
 class LeastSlack(ShortestJobFirst):
     """Admit by the slack left for waiting: deadline − now − the prefill's time, least first.
 
-    Without a deadline a request comes last. Medha and vidur preempt prefills for it; here it only orders the
-    queue, an interpretation. Without a step-time model the prefill's time is 0.
+    Without a deadline a request comes last, and starves for as long as others come with one. Medha and vidur
+    preempt prefills for it; here it only orders the queue, an interpretation. Without a step-time model
+    the prefill's time is 0.
 
     Args:
         relative: Divide the slack by the time between arrival and deadline (LARS), so that a long request,
@@ -81,7 +87,7 @@ class Andes(Ranked):
     family = "slo"
     source = "Andes (2024)"
 
-    def __init__(self, ttft: float = 1.0, speed: float = 5.0) -> None:
+    def __init__(self, ttft: Size = 1.0, speed: PositiveSize = 5.0) -> None:
         self.ttft, self.speed = ttft, speed
 
     def rank(self, view: View, request: RequestState) -> float:

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from cbresearch.config import SchedulerConfig
 from cbresearch.kv import KVManager
-from cbresearch.policies.base import Policy, View
+from cbresearch.policies.base import Policy, View, choose
 from cbresearch.request import Request, RequestState
 
 
@@ -54,6 +54,7 @@ def choose_preempted(
     """Return the running requests that make room for a waiting one, none if all of them were not enough.
 
     Raises:
+        RuntimeError: The policy's `displace` fails.
         ValueError: The policy chose another request than a candidate.
     """
     num_free_blocks, num_wanted = kv.num_free_blocks, kv.blocks_for(waiting.num_tokens)
@@ -61,13 +62,9 @@ def choose_preempted(
         num_wanted = kv.max_blocks_needed(waiting.request)
     chosen: list[RequestState] = []
     while not num_free_seats or num_wanted > num_free_blocks:
-        state = policy.displace(view, waiting, candidates)
+        state = choose(policy, "displace", view, waiting, candidates=candidates)
         if state is None:
             return ()
-        if state not in candidates:
-            raise ValueError(
-                f"policy {policy.name!r} displaces {state}; choose one of the candidates or None"
-            )
         candidates.remove(state)
         chosen.append(state)
         num_free_seats += 1

@@ -2,14 +2,16 @@
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from itertools import islice, starmap
+from math import inf
 from typing import Any, NamedTuple
 
-from cbresearch import kv
+from cbresearch import kv, policies
+from cbresearch.checks import real
 from cbresearch.config import PREEMPTIONS, CacheConfig, SchedulerConfig
-from cbresearch.policies.base import Policy, View
+from cbresearch.policies.base import Policy, View, ask, begin, choose, proposals
 from cbresearch.request import Request, RequestState, RequestStatus
 from cbresearch.scheduler.admission import check_request, choose_preempted, farthest_sibling
 from cbresearch.step import (
@@ -25,6 +27,8 @@ from cbresearch.step import (
     StepResult,
 )
 
+# A policy may look again and again whether to wait on; this often it waits for nothing that comes.
+MOST_WAKES = 100_000
 # In a loop the lookup on the class costs as much as a call.
 RUNNING, FINISHED = RequestStatus.RUNNING, RequestStatus.FINISHED
 
@@ -73,26 +77,30 @@ class Scheduler:
     its KV is computed again; by swap its KV moves to the host's pool, as long as that has room.
 
     Args:
-        policy: Decides the order, which request to preempt and how.
+        policy: Decides the order, which request to preempt and how; a policy or its name.
         config: Seats, token budget and longest request.
         cache: The KV pool.
         step_time: Seconds of a step of so many tokens and tokens of context, for policies that look ahead.
+
+    Raises:
+        TypeError: The policy, or one of its flags, is of another class.
+        ValueError: The policy's name or option is unknown.
     """
 
     def __init__(
         self,
-        policy: Policy,
+        policy: str | Policy,
         config: SchedulerConfig,
         cache: CacheConfig,
         step_time: Callable[[int, int], float] | None = None,
     ) -> None:
-        policy.begin()
-        self.policy = policy
+        self.policy = policy = policies.get(policy)
+        begin(policy)
         self.step_time = step_time
         self.config = config
         self.kv = kv.build(cache, config, policy.pads_finished_rows)
         self.num_submitted = 0
-        self._step = 0
+        self._step = self._num_wakes = 0
         # None for those that are finished: of them only the id is kept, which no other request may have.
         self._states: dict[str, RequestState | None] = {}
         self._waiting: OrderedDict[str, RequestState] = OrderedDict()
@@ -114,7 +122,9 @@ class Scheduler:
         # Prefill steps skip the same running requests again and again: one pair for each is enough.
         self._skipped = lru_cache(maxsize=4 * config.max_num_seqs)(lambda *pair: pair)
         # The base's hooks do nothing, and one would be a call for each token.
-        self.on_scheduled = policy.served if type(policy).served is not Policy.served else None
+        self.on_scheduled = (
+            partial(ask, policy, "served") if type(policy).served is not Policy.served else None
+        )
         self._can_displace = type(policy).displace is not Policy.displace
 
     @property
@@ -170,6 +180,7 @@ class Scheduler:
         if transferred is not None:
             state.resume(transferred)
         self.num_submitted += 1
+        self._num_wakes = 0
         self._states[request.id] = state
         self._waiting[request.id] = state
         return state
@@ -181,13 +192,29 @@ class Scheduler:
             now: Seconds since the start of the run.
 
         Raises:
-            RuntimeError: There is work but none of it could be scheduled, or the policy's proposals have no
-                end; the message has the numbers.
+            RuntimeError: There is work but none of it could be scheduled, a hook of the policy fails, or its
+                proposals have no end; the message has the numbers. No request is lost.
+            ValueError: The policy proposes or chooses a request that is none of the view's.
         """
-        draft, view, step = self._draft, self._open_view(now), self._step
+        try:
+            self._take_proposals(now)
+        except BaseException:
+            self._give_up()
+            raise
+        self._move_between_queues(now)
+        plan = self._plan()
+        self._step += 1
+        self._last = self._draft, plan, self._last[1], self.num_submitted
+        self._draft = _Draft()
+        return plan
+
+    def _take_proposals(self, now: float) -> None:
+        """Draft the next step from what the policy proposes."""
+        draft, view, step, states = self._draft, self._open_view(now), self._step, self._states
+        self._num_wakes = 0
         num_outside = len(self._waiting) + len(self._swapped)
         most = 10 * (len(self._running) + num_outside) + 100
-        for count, (state, wanted) in enumerate(self.policy.propose(view)):
+        for count, (state, wanted) in enumerate(proposals(self.policy, view)):
             if not view.token_budget:
                 break
             if count > most:
@@ -195,16 +222,18 @@ class Scheduler:
                     f"policy {self.policy.name!r} made over {most} proposals in step {step}, for "
                     f"{len(self._running)} running and {num_outside} waiting requests; it must end"
                 )
-            if state.scheduled_step == step or state.status is FINISHED:
+            if state.status is FINISHED:
+                continue
+            if states.get(state.id) is not state:
+                raise ValueError(
+                    f"policy {self.policy.name!r} proposed {state}; propose requests of the view only"
+                )
+            if state.scheduled_step == step:
                 continue
             pending = state.num_tokens - state.num_computed_tokens
             num_tokens = min(wanted, pending, view.token_budget)
             if num_tokens < 1:
                 continue
-            if type(num_tokens) is not int:
-                raise TypeError(
-                    f"policy {self.policy.name!r} proposed {wanted!r} tokens for {state}; give a whole number"
-                )
             if num_tokens < pending and not self.config.chunked_prefill:
                 # No request may overtake it: others would take what it needs of the budget, again and again.
                 draft.skipped[state.id] = view.closed = "chunk"
@@ -214,15 +243,21 @@ class Scheduler:
                 draft.skipped[state.id] = view.closed
             else:
                 self._admit(state, num_tokens)
-        self._move_between_queues(now)
         # A step that only frees memory is progress too: fewer requests run then.
         if not draft.scheduled and not draft.preempted and self.has_work:
             raise RuntimeError(self._why_stuck())
-        plan = self._plan()
-        self._step += 1
-        self._last = draft, plan, self._last[1], self.num_submitted
-        self._draft = _Draft()
-        return plan
+
+    def _give_up(self) -> None:
+        """Take back a step that failed while it was drafted: what it had scheduled is preempted."""
+        for state in reversed(self._running):
+            if state.id in self._draft.scheduled:
+                self._preempt(state, "recompute")
+        self._draft.skipped.clear()
+        self._view.closed = None
+        self._move_between_queues(0.0)
+        for state in (*self._waiting.values(), *self._swapped.values()):
+            # The next try is open to it.
+            state.scheduled_step = min(state.scheduled_step, self._step - 1)
 
     def commit(
         self, plan: Plan, result: StepResult, now: float
@@ -240,20 +275,22 @@ class Scheduler:
             The pool before the finished requests give back their blocks, what became of blocks since the
             commit before, and the states of the requests that the step finished.
         """
-        finished: list[RequestState] = []
-        states, on_scheduled = self._states, self.on_scheduled
+        updated: list[tuple[RequestState, int]] = []
+        states = self._states
         for request_id, _, start, num_tokens, _, samples, _ in plan.rows:
             state = states.get(request_id)
             if state is None or state.status is not RUNNING:
                 continue
             self._update(state, start, num_tokens, samples, result, now)
-            if state.finish_reason is not None:
-                finished.append(state)
-            if on_scheduled is not None:
-                on_scheduled(state, num_tokens)
+            updated.append((state, num_tokens))
         pool, events = PoolState(*self.pool_counts()), self.kv.take_events()
+        finished = [state for state, _ in updated if state.finish_reason is not None]
         if finished:
             self.finish(finished)
+        # Behind all that has to be done: the hook may fail.
+        if (on_scheduled := self.on_scheduled) is not None:
+            for state, num_tokens in updated:
+                on_scheduled(state, num_tokens)
         return pool, events, tuple(finished)
 
     def pool_counts(self, num_new_tokens: int = 0) -> PoolCounts:
@@ -298,11 +335,26 @@ class Scheduler:
             self._vacate(state)
 
     def wakes(self, now: float) -> float | None:
-        """Return the seconds until which the policy wants to wait although there is work, or None."""
+        """Return the seconds until which the policy wants to wait although there is work, or None.
+
+        Raises:
+            RuntimeError: The policy's `wakes` fails, or has put off the step for ever.
+            ValueError: It says something else than finite seconds.
+        """
         if self._running:
             return None
-        wake = self.policy.wakes(self._open_view(now))
-        return wake if wake is not None and wake > now else None
+        wake: float | None = ask(self.policy, "wakes", self._open_view(now))
+        if wake is not None:
+            wake = real(f"policy {self.policy.name!r}: what its `wakes` returns", wake, -inf, unit="seconds")
+        if wake is None or wake <= now:
+            return None
+        self._num_wakes += 1
+        if self._num_wakes > MOST_WAKES:
+            raise RuntimeError(
+                f"policy {self.policy.name!r}: its `wakes` put off step {self._step} {MOST_WAKES} times, now "
+                f"from {now} to {wake} seconds, while nothing arrived; it must return None at last"
+            )
+        return wake
 
     def preempt(self, request_id: str, mode: str | None = None) -> None:
         """Preempt a running request before the next step, for a test or an experiment.
@@ -339,12 +391,14 @@ class Scheduler:
         self._draft.aborted.append(state.id)
         if state.status is RUNNING:
             self.finish([state])
-            return state
-        if state.status is RequestStatus.SWAPPED:
-            self.kv.free(state.id)
-        self._waiting.pop(state.id, None)
-        self._swapped.pop(state.id, None)
-        state.status, self._states[state.id] = FINISHED, None
+        else:
+            if state.status is RequestStatus.SWAPPED:
+                self.kv.free(state.id)
+            self._waiting.pop(state.id, None)
+            self._swapped.pop(state.id, None)
+            state.status, self._states[state.id] = FINISHED, None
+        if self.on_scheduled is not None:
+            self.on_scheduled(state, 0)
         return state
 
     def forget(self, request_id: str) -> None:
@@ -446,8 +500,8 @@ class Scheduler:
         """Return the running requests in the policy's order; None unless it proposes just these."""
         view, num_running = self._open_view(now), len(self._running)
         order: list[RequestState] = []
-        for state, wanted in islice(self.policy.propose(view), num_running):
-            if type(wanted) is not int or wanted < 1:
+        for state, wanted in islice(proposals(self.policy, view), num_running):
+            if wanted < 1:
                 return None
             order.append(state)
             view.token_budget -= 1
@@ -457,7 +511,6 @@ class Scheduler:
         """Return the policy's view of a step in which nothing is scheduled yet."""
         view = self._view
         view.now = now
-        view.running = self._running
         view.token_budget = self.config.max_num_batched_tokens
         return view
 
@@ -490,17 +543,13 @@ class Scheduler:
             return True
         candidates = [other for other in self._running if other.num_preemptions < self.config.max_preemptions]
         # Where all had their share of preemptions the one admitted last goes, so that the oldest is finished.
-        victim = self.policy.victim(self._view, candidates) if candidates else self._running[-1]
+        chosen = choose(self.policy, "victim", self._view, candidates=candidates) if candidates else None
+        victim = chosen or self._running[-1]
         self._preempt(victim)
         return victim is not state
 
     def _admit(self, state: RequestState, wanted: int) -> None:
         """Seat a waiting or swapped request if the blocks for all its known tokens are free."""
-        queue = self._swapped if state.status is RequestStatus.SWAPPED else self._waiting
-        if queue.get(state.id) is not state:
-            raise ValueError(
-                f"policy {self.policy.name!r} proposed {state}; propose requests of the view only"
-            )
         draft, sibling = self._draft, self._sibling(state)
         if sibling is not None and sibling.num_computed_tokens < state.num_prompt_tokens:
             # Its prompt is being computed: joining later saves computing it twice.
@@ -558,11 +607,7 @@ class Scheduler:
 
     def _preempt(self, state: RequestState, mode: str | None = None) -> None:
         """Take a request's seat and blocks, and its part of this step if it has one already."""
-        if state not in self._running:
-            raise ValueError(
-                f"policy {self.policy.name!r} chose {state} as victim; choose one of the candidates"
-            )
-        mode = mode or self.policy.preemption(self._view, state)
+        mode = mode or ask(self.policy, "preemption", self._view, state)
         if mode not in PREEMPTIONS:
             raise ValueError(
                 f"policy {self.policy.name!r} wants {state} preempted by {mode!r}; choose one of "
@@ -596,7 +641,6 @@ class Scheduler:
             state.num_preemptions += 1
         # It may not come back in the step that took its seat.
         state.scheduled_step = self._step
-        # A new list, since the policy may be walking the old one.
         self._set_running([other for other in self._running if other is not state])
         self._vacate(state)
 
@@ -610,7 +654,8 @@ class Scheduler:
         state.seat = None
 
     def _set_running(self, running: list[RequestState]) -> None:
-        self._running = self._view.running = running
+        # The policy may be walking the old ones, and cannot change the new ones.
+        self._running, self._view.running = running, tuple(running)
 
     def _move_between_queues(self, now: float) -> None:
         """Move requests that were admitted or preempted; put off until now as the policy walks the queues."""

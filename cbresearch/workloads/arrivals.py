@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbresearch.checks import count, real
-from cbresearch.request import Rejected, Request
-from cbresearch.workloads.common import Requests, Rng, checked, checked_requests, require
+from cbresearch.request import Rejected, Request, listed
+from cbresearch.workloads.common import Requests, Rng, checked, require
 
 Times = NDArray[np.float64]
 """Seconds since the start of the run, in order."""
@@ -199,11 +199,12 @@ def scale_rate(requests: Requests, factor: float) -> list[Request | Rejected]:
     """
     factor = real("factor", factor, positive=True)
     scaled: list[Request | Rejected] = []
-    for request in checked_requests(requests):
+    for request in listed(requests):
         arrival = request.arrival / factor
-        if isinstance(request, Request) and request.deadline is not None:
-            request = replace(request, deadline=arrival + (request.deadline - request.arrival))
-        scaled.append(replace(request, arrival=arrival))
+        moved = request.moved(arrival)
+        if isinstance(request, Request) and isinstance(moved, Request) and request.deadline is not None:
+            moved = replace(moved, deadline=arrival + (request.deadline - request.arrival))
+        scaled.append(moved)
     return scaled
 
 
@@ -213,7 +214,7 @@ def merge(*workloads: Requests) -> list[Request | Rejected]:
     Raises:
         ValueError: Two requests have one id; name a `client` for each in `make_requests`.
     """
-    together = [request for workload in workloads for request in checked_requests(workload)]
+    together = [request for workload in workloads for request in listed(workload)]
     repeated = [name for name, times in Counter(request.id for request in together).items() if times > 1]
     if repeated:
         raise ValueError(f"id {repeated[0]!r} is in two workloads; give each a client of its own")
@@ -237,7 +238,7 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
         ValueError: `tick` is not a positive number, or the arrivals are not in order.
     """
     tick = real("tick", tick, positive=True, unit="seconds")
-    by_arrival = groupby(checked_requests(requests), lambda request: request.arrival)
+    by_arrival = groupby(listed(requests), lambda request: request.arrival)
     groups = [(time, list(group)) for time, group in by_arrival]
     spread: list[Request | Rejected] = []
     for (arrival, group), (following, _) in zip(groups, [*groups[1:], (math.inf, [])], strict=True):
@@ -245,7 +246,7 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
             raise ValueError(f"an arrival at {following!r} follows one at {arrival!r}; sort by arrival")
         offsets = np.sort(rng.random(len(group))) * min(tick, following - arrival)
         pairs = zip(group, offsets.tolist(), strict=True)
-        spread += [replace(request, arrival=arrival + offset) for request, offset in pairs]
+        spread += [request.moved(arrival + offset) for request, offset in pairs]
     return spread
 
 

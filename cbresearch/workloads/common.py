@@ -17,15 +17,6 @@ Requests = Sequence[Request | Rejected]
 """A workload: requests, with a rejection in the place of each that cannot be served."""
 
 
-def checked_requests(requests: Iterable[Request | Rejected]) -> list[Request | Rejected]:
-    """Return a workload as a list, read once; raises ValueError if it holds anything else than requests."""
-    given = list(requests) if isinstance(requests, Iterable) else [requests]
-    for place, one in enumerate(given):
-        remedy = "give a list of requests, such as load() returns"
-        require(isinstance(one, Request | Rejected), f"request {place} of the workload", one, remedy)
-    return given
-
-
 def require(holds: bool, name: str, value: object, remedy: str) -> None:
     """Raise a ValueError with the name, the value and the remedy unless a condition holds."""
     if not holds:

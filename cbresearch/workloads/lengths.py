@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cbresearch.checks import count, real
-from cbresearch.request import Rejected, Request
-from cbresearch.workloads.common import Rng, checked, checked_requests, require
+from cbresearch.request import Rejected, Request, listed
+from cbresearch.workloads.common import Rng, checked, require
 
 Tokens = NDArray[np.int64]
 Fractions = NDArray[np.float64]
@@ -357,7 +357,7 @@ class Joint:
     @classmethod
     def of(cls, requests: Iterable[Request | Rejected]) -> "Joint":
         """Return the pairs of a trace's requests, rejected ones left out."""
-        known = [request for request in checked_requests(requests) if isinstance(request, Request)]
+        known = [request for request in listed(requests) if isinstance(request, Request)]
         return cls(tuple(request.num_prompt_tokens for request in known), tuple(map(true_length, known)))
 
     def __call__(self, rng: Rng, num_requests: int) -> tuple[Tokens, Tokens]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from cbresearch import names
 from cbresearch.checks import count, real
-from cbresearch.request import Rejected, Request
-from cbresearch.workloads.common import Requests, Rng, checked_requests, require
+from cbresearch.request import Rejected, Request, listed
+from cbresearch.workloads.common import Requests, Rng, require
 from cbresearch.workloads.lengths import true_length
 
 Predictor = Callable[[Sequence[Request], Rng], Sequence[int | None]]
@@ -110,7 +110,7 @@ def predict(requests: Requests, predictor: str | Predictor, rng: Rng) -> list[Re
     """
     chosen = names.build("predictor", predictor, PREDICTORS) if isinstance(predictor, str) else predictor
     require(callable(chosen), "predictor", chosen, "give a function, or a name such as 'oracle'")
-    requests = checked_requests(requests)
+    requests = listed(requests)
     known = [request for request in requests if isinstance(request, Request)]
     predicted = list(chosen(known, rng))
     if len(predicted) != len(known):

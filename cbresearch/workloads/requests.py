@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 
 from cbresearch.checks import count
-from cbresearch.request import Prompt, Rejected, Request, SamplingParams
+from cbresearch.request import Prompt, Rejected, Request, SamplingParams, listed
 from cbresearch.workloads.arrivals import Arrivals, draw_times
-from cbresearch.workloads.common import Rng, check_rng, check_text, checked_requests, require, split_rng
+from cbresearch.workloads.common import Rng, check_rng, check_text, require, split_rng
 from cbresearch.workloads.lengths import Draw, DrawPairs, Zipf, checked_lengths, drawn_lengths
 
 Encode = Callable[[str], Sequence[int]]
@@ -127,7 +127,7 @@ def resolve_prompts(
     check_rng(rng)
     seed = int(rng.integers(2**63))
     resolved: list[Request | Rejected] = []
-    for position, request in enumerate(checked_requests(requests)):
+    for position, request in enumerate(listed(requests)):
         if isinstance(request, Request):
             try:
                 prompt = _resolved(request.prompt, encode, vocab_size, [seed, position])

@@ -51,6 +51,9 @@ def test_real_becomes_a_plain_float(value):
             "it must be a positive number of seconds",
         ),
         (lambda: checks.real("x", 2, 0, 1), "x is 2; it must be a number from 0 to 1"),
+        (lambda: checks.real("x", math.nan, -math.inf), "x is nan; it must be a finite number"),
+        (lambda: checks.count("n", 0.5, -math.inf), "n is 0.5; it must be an integer"),
+        (lambda: checks.count("n", -(10**5000)), "n is an integer of 16610 bits; it must be an integer of"),
     ],
 )
 def test_a_number_out_of_range_is_rejected_with_the_value_and_the_limits(check, said):
@@ -80,8 +83,29 @@ def test_check_numbers_makes_the_fields_of_a_dataclass_plain():
         ({"limit": 0}, "Settings: limit is 0; it must be an integer of at least 1"),
         ({"ratio": 1.1}, "Settings: ratio is 1.1; it must be a number from 0 to 1"),
         ({"speed": 0}, "Settings: speed is 0; it must be a positive number"),
+        ({"flag": "no"}, "Settings: flag is 'no'; it must be True or False"),
+        ({"flag": 1}, "Settings: flag is 1; it must be True or False"),
     ],
 )
 def test_check_numbers_derives_limits_from_types_and_defaults(fields, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         Settings(**{"size": 1, **fields})
+
+
+@pytest.mark.parametrize("value", ["", "a", "a,b\n\0", "\U0001f600"])
+def test_text_takes_every_text_that_can_be_written(value):
+    checks.text("x", value)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "x is None; it must be a text"),
+        (b"a", "x is b'a'; it must be a text"),
+        ("a\ud83d", "x has '\\ud83d', half a surrogate pair"),
+    ],
+)
+def test_text_rejects_what_cannot_be_written(value, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        checks.text("x", value)
+    checks.text("x", None, optional=True)

@@ -86,3 +86,17 @@ def test_model_shape_rejects_a_config_that_lacks_a_field(field):
     config = {name: value for name, value in LLAMA.items() if name != field}
     with pytest.raises(ValueError, match=f"no '{field}'"):
         ModelShape.from_config(config, num_parameters=5, dtype_bytes=2)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (CacheConfig, "prefix_caching"),
+        (CacheConfig, "cache_on_schedule"),
+        (SchedulerConfig, "chunked_prefill"),
+    ],
+)
+@pytest.mark.parametrize("value", ["no", "", 0, 1, None])
+def test_config_rejects_a_flag_that_is_neither_true_nor_false(config, name, value):
+    with pytest.raises(ValueError, match=f"{config.__name__}: {name} is {value!r}; it must be True or False"):
+        config(**{**VALID[config], name: value})

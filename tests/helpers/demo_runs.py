@@ -51,9 +51,9 @@ def swapping_case():
 def hostile():
     """Serve requests whose names are markup, control characters and formulas."""
     requests = [
-        Request(HOSTILE + "\ud800\x1b[31m\u202e", 3, 5),
+        Request(HOSTILE + "\x1b[31m\u202e", 3, 5),
         Request("plain", 3, 2),
-        Rejected(f"rejected {HOSTILE}", f"why {HOSTILE}"),
+        Rejected(f"rejected {HOSTILE}\ud800", f"why {HOSTILE}"),
     ]
     return simulate(requests, "fcfs", scheduler=SchedulerConfig(max_num_seqs=2))
 

@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Callable
+from typing import Annotated, Literal
 
 import pytest
 
 from cbresearch import names
+from cbresearch.checks import Bounds
 
 
 class Animal:
@@ -127,3 +129,39 @@ def test_load_returns_the_class_that_a_file_defines(file, monkeypatch):
 def test_load_rejects_a_file_or_a_class_that_is_not_there(file, name, said):
     with pytest.raises(ValueError, match=re.escape(said)):
         names.load("animal", name, Animal)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("ranged:share=1.5", "option share is 1.5; it must be a number from 0 to 1"),
+        ("ranged:share=1e999", "option share is inf; it must be a number from 0 to 1"),
+        ("ranged:most=0", "option most is 0; it must be an integer of at least 1"),
+        ("ranged:most=2.0", "option most is 2.0; it must be a whole number, such as 3"),
+        ("ranged:kind=c", "option kind is 'c'; choose a or b"),
+        ("ranged:free=1e999", "option free is inf; it must be a finite number"),
+        ("ranged:rest=1", "has no option 'rest'; did you mean"),
+        ("ranged:share={[]}", "option share is '{[]}'; it must be a number"),
+        ("ranged:share=" + "-" * 100_000, "option share is '---"),
+    ],
+)
+def test_an_option_is_held_against_the_range_of_its_annotation(text, said):
+    def ranged(
+        share: Annotated[float, Bounds(0, 1)] = 0.5,
+        most: Annotated[int, Bounds(1)] = 3,
+        kind: Literal["a", "b"] = "a",
+        free: float = 1.0,
+        *more: int,
+        **rest: int,
+    ):
+        return share, most, kind, free
+
+    with pytest.raises(ValueError, match=re.escape(said)):
+        names.build("thing", text, {"ranged": ranged})
+    assert names.build("thing", "ranged:share=1,most=9,kind=b,free=-2", {"ranged": ranged}) == (1, 9, "b", -2)
+
+
+def test_with_options_names_what_is_not_the_default_and_builds_the_same_again():
+    made = names.with_options("animal", "animal", Animal.__init__, (2, 3.5), {"tame": True, "label": "x"})
+    assert made == "animal:legs=2,weight=3.5,tame"
+    assert names.build("animal", made, FACTORIES).options == (2, 3.5, "x", True, None)

@@ -766,3 +766,46 @@ def test_proposals_without_end_are_an_error():
 
     with pytest.raises(RuntimeError, match=r"policy 'endless' made over \d+ proposals in step 0"):
         simulate([Request("a", 1, 3)], Endless())
+
+
+def in_module(module, qualname, name):
+    """Return a policy class as a cell or a file defines it."""
+    made = type(qualname, (Policy,), {"name": name, "__module__": module, "__qualname__": qualname})
+    made.__doc__ = f"{qualname} of {module}."
+    return made
+
+
+def test_register_lets_a_notebook_rename_a_class_or_its_policy(registry):
+    policies.register(in_module("__main__", "Mine", "mine"))
+    policies.register(in_module("__main__", "Renamed", "mine"))
+    assert policies.available()["mine"] == "Renamed of __main__."
+    policies.register(in_module("__main__", "Renamed", "another"))
+    assert policies.available()["another"] == "Renamed of __main__."
+
+
+@pytest.mark.parametrize(
+    ("module", "qualname", "name", "owner"),
+    [
+        ("__main__", "Mine", "static", "Static of cbresearch.policies.batching"),
+        ("__main__", "Static", "static", "Static of cbresearch.policies.batching"),
+        ("__main__", "Mine", "continuous", "Policy of cbresearch.policies.base"),
+        ("lib", "Other", "taken", "Mine of lib"),
+        ("__main__", "Mine", "taken", "Mine of lib"),
+    ],
+)
+def test_register_keeps_the_name_of_a_policy_of_another_module(registry, module, qualname, name, owner):
+    policies.register(in_module("lib", "Mine", "taken"))
+    with pytest.raises(ValueError, match=f"policy name '{name}' belongs to {owner}; choose another"):
+        policies.register(in_module(module, qualname, name))
+
+
+@pytest.mark.parametrize("given", [Policy(), "mine", int, None], ids=repr)
+def test_register_takes_a_policy_class_only(registry, given):
+    with pytest.raises(TypeError, match="is no policy class; register the class itself, derived from Policy"):
+        policies.register(given)
+
+
+@pytest.mark.parametrize("name", ["a:b", 5, "a:"])
+def test_register_rejects_a_name_that_cannot_be_asked_for(registry, name):
+    with pytest.raises(ValueError, match="no `name` of its own; set one, without a colon"):
+        policies.register(in_module("__main__", "Mine", name))

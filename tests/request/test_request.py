@@ -6,7 +6,16 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from cbresearch.request import Rejected, Request, RequestState, SamplingParams, expand, parallel_samples
+from cbresearch.request import (
+    Rejected,
+    Request,
+    RequestState,
+    SamplingParams,
+    expand,
+    listed,
+    parallel_samples,
+)
+from cbresearch.simulator import simulate
 
 NOT_A_COUNT = [0, -1, True, False, 1.0, 2.5, math.nan, math.inf, "3"]
 NOT_SECONDS = [-1, -1e-9, math.nan, math.inf, -math.inf, True, False, "0", 10**400, -(10**400)]
@@ -282,3 +291,95 @@ def test_expand_keeps_the_order_and_requests_for_one_answer():
     assert [every.id for every in expanded] == ["one", "bad", "two/0", "two/1", "one"]
     assert expanded[0] is one
     assert expanded[1] is rejection
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"client": None}, "client is None; it must be a text"),
+        ({"client": 3}, "client is 3; it must be a text"),
+        ({"client": "c\ud800"}, r"client has '\\ud800', half a surrogate pair; write the whole character"),
+        ({"id": "a\udc00"}, r"id has '\\udc00', half a surrogate pair"),
+        ({"cache_salt": 5}, "cache_salt is 5; it must be a text"),
+        ({"cache_salt": "\udfff"}, "cache_salt has .* half a surrogate pair"),
+        ({"group": ("g",)}, r"group is \('g',\); it must be a text"),
+        ({"priority": "high"}, "priority is 'high'; it must be an integer"),
+        ({"priority": 0.5}, "priority is 0.5; it must be an integer"),
+        ({"priority": None}, "priority is None; it must be an integer"),
+        ({"priority": True}, "priority is True; it must be an integer"),
+        ({"sampling": {}}, r"sampling is \{\}; give SamplingParams"),
+        ({"sampling": None}, "sampling is None; give SamplingParams"),
+        ({"sampling": SamplingParams}, "sampling is .*; give SamplingParams"),
+        ({"arrival": 3.0, "deadline": 2.5}, "deadline is 2.5, before the arrival at 3.0; count both"),
+        ({"predicted_output": 10**400}, "predicted_output is .*from 1 to 9007199254740992"),
+        ({"max_tokens": -(10**5000)}, "max_tokens is an integer of 16610 bits; it must be"),
+        ({"prompt": b"text"}, "the prompt is b'text'; give text, a list of token ids, or a length"),
+        ({"prompt": bytearray(b"text")}, "the prompt is bytearray.*; give text"),
+        ({"prompt": {5, 6}}, "the prompt is {5, 6}; give"),
+        ({"prompt": frozenset([5])}, "the prompt is frozenset.*; give"),
+        ({"prompt": {5: 6}}, "the prompt is {5: 6}; give"),
+        ({"prompt": [5, True]}, "the prompt has True; token ids are integers of at least 0"),
+        ({"prompt": np.array([True])}, "the prompt has True; token ids are integers"),
+        ({"prompt": np.array([[5], [6]])}, "the prompt is array.*; give"),
+        ({"prompt": np.array([[5, 6]])}, "the prompt is array.*; give"),
+        ({"prompt": np.array(5.0)}, "the prompt is array.*; give"),
+        ({"prompt": [5, -1]}, "the prompt has -1; token ids are integers of at least 0 and below"),
+        ({"prompt": [2**64]}, "the prompt has 18446744073709551616; token ids are integers of at least 0"),
+        ({"prompt": np.array([5, -1])}, "the prompt has -1; token ids are integers of at least 0 and below"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_request_rejects_a_field_that_would_fail_in_mid_run(fields, said):
+    with pytest.raises(ValueError, match=f"(?s)request '.*': {said}"):
+        Request(**{"id": "a", "prompt": 1, "max_tokens": 1, **fields})
+
+
+def test_request_takes_a_tensor_of_token_ids_and_rejects_a_batch_of_them():
+    torch = pytest.importorskip("torch")
+    assert Request("a", torch.tensor([5, 6]), 1).prompt == (5, 6)
+    for tensor in (
+        torch.tensor([[5], [6]]),
+        torch.tensor([[5, 6]]),
+        torch.tensor([0.5]),
+    ):
+        with pytest.raises(ValueError, match=r"(?s)the prompt is tensor.*; give text, a list of token ids"):
+            Request("a", tensor, 1)
+
+
+def test_request_takes_odd_names_and_large_numbers_as_they_are():
+    name = 'a,"b"\nc' * 10_000
+    request = Request(name, [2**64 - 1, 0], 1, priority=np.int8(-3), client="\u2028", arrival=5, deadline=5)
+    assert (request.id, request.priority, request.deadline) == (name, -3, 5.0)
+    assert [type(request.priority), type(request.deadline), type(request.arrival)] == [int, float, float]
+    assert Request("a", 1, 1, priority=-(10**30)).priority == -(10**30)
+
+
+def test_a_tensor_of_flags_is_no_prompt():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(ValueError, match="the prompt has True; token ids are integers"):
+        Request("a", torch.tensor([True]), 1)
+
+
+@pytest.mark.parametrize(("deadline", "moved"), [(None, None), (3.0, 7.0), (7.0, 7.0), (9.0, 9.0)])
+def test_a_request_that_is_moved_behind_its_deadline_misses_it_on_arrival(deadline, moved):
+    request = Request("a", 5, 3, arrival=2.0, deadline=deadline)
+    assert request.moved(7.0) == Request("a", 5, 3, arrival=7.0, deadline=moved)
+    assert Rejected("a", "no").moved(7.0) == Rejected("a", "no", 7.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([5, 6], "entry 0 of the requests is 5; give a list of requests"),
+        ([Request("a", 1, 1), "b"], "entry 1 of the requests is 'b'; give a list of requests"),
+        (Request("a", 1, 1), "the requests are Request.*; give a list of requests"),
+        (None, "the requests are None; give a list of requests"),
+        ({"a": Request("a", 1, 1)}, "entry 0 of the requests is 'a'"),
+    ],
+    ids=["numbers", "text", "one request", "none", "a mapping"],
+)
+def test_what_is_no_list_of_requests_is_rejected_before_a_run(given, said):
+    for take in (listed, expand, simulate):
+        with pytest.raises(TypeError, match=said):
+            take(given)
+    assert listed(iter([Request("a", 1, 1)])) == [Request("a", 1, 1)]

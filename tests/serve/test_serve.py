@@ -438,3 +438,18 @@ def test_a_writer_gets_the_end_of_a_request_that_is_aborted_between_steps(tmp_pa
         trace = serve(requests, scheduler, CostExecutor(UNIT_STEP), on_step=abort, writer=writer)
     assert [record.finish_reason for record in trace.requests] == ["abort", "length"]
     assert load(path) == trace
+
+
+def test_a_client_that_sends_a_request_behind_its_deadline_or_none_at_all_does_not_end_the_run():
+    late = Request("late", 5, 3, deadline=0.5)
+    asked = []
+
+    def on_finish(record):
+        asked.append(record.id)
+        return [late] if record.id == "a" else None
+
+    trace = simulate([Request("a", 5, 3)], on_finish=on_finish)
+    assert asked == ["a", "late"]
+    assert [len(record.tokens) for record in trace.requests] == [3, 3]
+    with pytest.raises(TypeError, match="entry 0 of the requests is 5"):
+        simulate([Request("a", 5, 3)], on_finish=lambda record: [5])

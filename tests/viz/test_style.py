@@ -83,7 +83,9 @@ def test_a_given_title_stands_in_for_the_computed_one(traces):
 @pytest.mark.filterwarnings("ignore:Glyph")
 def test_ids_and_labels_of_any_letters_are_drawn():
     name = HOSTILE + "\ud800\x00</b>\u202e"
-    trace = simulate([Request(name, 3, 5), Request("$", 9, 3)], "fcfs", cache=CacheConfig(8, 4))
+    trace = simulate(
+        [Request(name.replace("\ud800", ""), 3, 5), Request("$", 9, 3)], "fcfs", cache=CacheConfig(8, 4)
+    )
     for fig in (
         viz.kv_categories({name: trace, "$": trace}),
         viz.kv_memory(trace, title=name),

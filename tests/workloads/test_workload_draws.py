@@ -651,3 +651,12 @@ def test_coupled_lengths_have_normal_scores():
     scores = rng(3).standard_normal((2, 2000))[0]
     expected = [1 + 999 * NormalDist().cdf(score) for score in scores]
     assert np.abs(prompts - expected).max() <= 1
+
+
+def test_moved_arrivals_leave_no_deadline_behind_an_arrival():
+    requests = [Request("a", 1, 1, 10.0, deadline=10.5), Request("b", 1, 1, 10.0, deadline=10.0)]
+    slow = workloads.scale_rate(requests, 0.25)
+    assert [(request.arrival, request.deadline) for request in slow] == [(40.0, 40.5), (40.0, 40.0)]
+    spread = workloads.spread_arrivals(requests, np.random.default_rng(0), 60.0)
+    assert all(request.arrival <= request.deadline for request in spread)
+    assert spread[1].deadline == spread[1].arrival > 10.5
