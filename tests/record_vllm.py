@@ -35,7 +35,9 @@ def duplicates(seed: int) -> Case:
     rng = random.Random(seed)
     block_size, length = rng.randint(1, 4), rng.choice([4, 8, 16, 32])
     num_requests = rng.randint(3, 24)
-    texts = [[rng.randint(10, 11 + rng.randint(0, 4)) for _ in range(length)] for _ in range(rng.randint(1, 4))]
+    texts = [
+        [rng.randint(10, 11 + rng.randint(0, 4)) for _ in range(length)] for _ in range(rng.randint(1, 4))
+    ]
     requests = []
     step = 0
     for number in range(num_requests):
@@ -48,7 +50,10 @@ def duplicates(seed: int) -> Case:
             prompt = prompt + rng.choice(texts)[: rng.randint(1, length)]
         request: Case = {
             **{"id": str(number), "arrival_step": step, "prompt": prompt},
-            **{"max_tokens": rng.choice([1, rng.randint(1, 16), rng.randint(4, 32)]), "priority": rng.randint(0, 2)},
+            **{
+                "max_tokens": rng.choice([1, rng.randint(1, 16), rng.randint(4, 32)]),
+                "priority": rng.randint(0, 2),
+            },
         }
         if rng.random() < 0.1:
             request["cache_salt"] = "salt"
@@ -146,9 +151,7 @@ def record(case: Case, folder: str) -> list[Case]:
         plan = scheduler.schedule()
         counts = plan.num_scheduled_tokens
         # What was computed before: the count has been advanced by what is scheduled.
-        scheduled = [
-            [name, live[name].num_computed_tokens - count, count] for name, count in counts.items()
-        ]
+        scheduled = [[name, live[name].num_computed_tokens - count, count] for name, count in counts.items()]
         preempted = sorted(plan.preempted_req_ids or ())
         sampled = []
         for name in counts:

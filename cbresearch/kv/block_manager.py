@@ -126,11 +126,14 @@ class BlockManager:
             matched: Blocks that it would share first.
             num_copies: Shared blocks that it would have to copy in order to write them.
         """
+        return self._num_missing(request_id, num_tokens, matched) + num_copies <= 0
+
+    def _num_missing(self, request_id: str, num_tokens: int, matched: Sequence[int]) -> int:
+        """Return how many blocks too few are free for a request; not above 0 where there are enough."""
         begun = self._tables.get(request_id) or matched
         num_in_sight = sum([block != NULL_BLOCK for block in begun])
         num_wanted = self._at_most(self.blocks_for(num_tokens) - len(begun) + num_in_sight) - num_in_sight
-        evictable = self.num_free_blocks - sum([block in self._unreferenced for block in matched])
-        return num_wanted + num_copies <= evictable
+        return num_wanted - self.num_free_blocks + sum([block in self._unreferenced for block in matched])
 
     def fork(self, request_id: str, matched: Sequence[int]) -> None:
         """Begin a request's table with blocks that are there, which cannot be evicted from now on.
@@ -294,13 +297,10 @@ class BlockManager:
             changed.
         """
         host, table = self._host, self._host.tables[request_id]
-        mirrored = {block: host.device_block[block] for block in table if block in host.device_block}
-        wanted = [block for block in table if block != NULL_BLOCK and block not in mirrored]
-        num_known = len(wanted) + len(mirrored)
-        num_needed = self._at_most(self.blocks_for(num_tokens) - len(table) + num_known)
-        unpinned = sum(block in self._unreferenced for block in mirrored.values())
-        if max(num_needed, num_known) - len(mirrored) > self.num_free_blocks - unpinned:
+        num_missing, mirrored = self._missing_on_device(request_id, num_tokens)
+        if num_missing > 0:
             return None
+        wanted = [block for block in table if block != NULL_BLOCK and block not in mirrored]
         # Pinned first: what is there already can then not be evicted to make room for the rest.
         for block in mirrored.values():
             self._refer(block)
@@ -315,6 +315,16 @@ class BlockManager:
                 host.mirror(target, source)
         host.drop(request_id)
         return tuple(pairs)
+
+    def _missing_on_device(self, request_id: str, num_tokens: int) -> tuple[int, dict[int, int]]:
+        """Return how many blocks a swapped request lacks, and those of its blocks that the device has still."""
+        host, table = self._host, self._host.tables[request_id]
+        mirrored = {block: host.device_block[block] for block in table if block in host.device_block}
+        num_known = len(table) - table.count(NULL_BLOCK)
+        num_needed = self._at_most(self.blocks_for(num_tokens) - len(table) + num_known)
+        unpinned = sum(block in self._unreferenced for block in mirrored.values())
+        num_wanted = max(num_needed, num_known) - len(mirrored)
+        return num_wanted - self.num_free_blocks + unpinned, mirrored
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request; what is cached stays until its room is needed.

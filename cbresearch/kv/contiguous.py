@@ -1,6 +1,7 @@
 """Contiguous baselines: a request reserves one run of blocks when it joins (vLLM, SOSP'23, section 6.1)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 
 from cbresearch.config import CacheConfig
 from cbresearch.kv.interface import EventLog, KVManager
@@ -74,6 +75,10 @@ class BuddyAllocator:
             if num_blocks >> order & 1:
                 self._free[order].add(address)
                 address += 1 << order
+
+    def has_run(self, num_blocks: int) -> bool:
+        """Return whether a run of at least so many blocks is free."""
+        return any(self._free[(num_blocks - 1).bit_length() :])
 
     def allocate(self, num_blocks: int) -> int | None:
         """Take a run of at least so many blocks; return its address, or None if none is free."""
@@ -186,6 +191,14 @@ class ContiguousKV(KVManager):
     def num_private_blocks(self, request_id: str) -> int:
         """Return how many blocks would be free if a request gave back its own."""
         return next_power_of_two(len(self._runs[request_id]))
+
+    def missing_blocks(self, state: RequestState, num_tokens: int, leaving: Iterable[str]) -> Iterator[int]:
+        """Yield the length of the run that a request lacks, now and as others leave; 0 once there is one."""
+        buddies, reserved = deepcopy(self._buddies), self._num_reserved(state.request)
+        yield reserved * (not buddies.has_run(reserved))
+        for request_id in leaving:
+            buddies.release(self._runs[request_id].start)
+            yield reserved * (not buddies.has_run(reserved))
 
     def admit(self, state: RequestState, sibling: RequestState | None) -> bool:
         """Take a request's whole run, in order and without the allocator's rounding, if one is free.

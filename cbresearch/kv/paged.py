@@ -1,6 +1,7 @@
 """The paged KV manager: what one request takes, shares, swaps and gives back."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import inf
 
 from cbresearch.config import CacheConfig
 from cbresearch.kv.block_manager import BlockManager, Pair
@@ -39,7 +40,7 @@ class PagedKV(BlockManager):
             sibling: A parallel sample that has its prompt computed and still holds it, or None.
         """
         size, num_transferred = self.config.block_size, state.num_transferred_tokens
-        matched = () if num_transferred else self.match(state.token_ids, extra_keys_of(state.request))
+        matched = self._matched(state)
         if not (num_transferred or matched or sibling):
             return self.can_allocate(state.id, state.num_tokens)
         num_cached = num_transferred or len(matched) * size
@@ -64,6 +65,26 @@ class PagedKV(BlockManager):
             is_copied = self._note("copy", self.copy_on_write(state.id, num_cached // size))
             assert is_copied
         return True
+
+    def missing_blocks(self, state: RequestState, num_tokens: int, leaving: Iterable[str]) -> Iterator[int]:
+        """Yield how many blocks a request lacks for `num_tokens` tokens, now and as others leave one by one."""
+        tables, shared = self._tables, ()
+        if state.id in tables:
+            missing = self.blocks_for(num_tokens) - len(tables[state.id]) - self.num_free_blocks
+        elif state.id in self._host.tables:
+            missing, mirrored = self._missing_on_device(state.id, num_tokens)
+            shared = tuple(mirrored.values())
+        else:
+            shared = self._matched(state)
+            missing = self._num_missing(state.id, num_tokens, shared)
+        yield missing
+        # What it shares makes it no more room when others let go of it.
+        left = dict.fromkeys((*shared, NULL_BLOCK), -inf)
+        for request_id in leaving:
+            for block in tables[request_id]:
+                left[block] = left.get(block, 0) + 1
+                missing -= left[block] == self._ref_counts[block]
+            yield missing
 
     def update(self, state: RequestState, start: int) -> None:
         """Cache the blocks that tokens from position `start` on filled; free those out of the window."""
@@ -103,6 +124,14 @@ class PagedKV(BlockManager):
         """Return the copies that became necessary since the last call, in their order."""
         taken, self._transfers = tuple(self._transfers), []
         return taken
+
+    def _matched(self, state: RequestState) -> tuple[int, ...]:
+        """Return the cached blocks with which a waiting request begins, those out of its window left out."""
+        if state.num_transferred_tokens:
+            return ()
+        matched = self.match(state.token_ids, extra_keys_of(state.request))
+        num_skipped = self.num_skipped_blocks(len(matched) * self.config.block_size)
+        return (NULL_BLOCK,) * num_skipped + matched[num_skipped:]
 
     def _note(self, kind: str, pairs: Iterable[Pair] | None) -> bool:
         """Note that blocks have to be copied; None, which is no room, is False."""

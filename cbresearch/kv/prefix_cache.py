@@ -137,5 +137,7 @@ class PrefixCache:
         for block, content in known.items():
             holders = self._index.get(digest_of(content), [])
             assert block in holders, f"block {block} has a false digest"
-            assert self._contents[holders[0]] == content, f"block {block} shares a digest with another content"
+            assert self._contents[holders[0]] == content, (
+                f"block {block} shares a digest with another content"
+            )
         return set(known)
