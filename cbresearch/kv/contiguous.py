@@ -76,10 +76,6 @@ class BuddyAllocator:
                 self._free[order].add(address)
                 address += 1 << order
 
-    def has_run(self, num_blocks: int) -> bool:
-        """Return whether a run of at least so many blocks is free."""
-        return any(self._free[(num_blocks - 1).bit_length() :])
-
     def allocate(self, num_blocks: int) -> int | None:
         """Take a run of at least so many blocks; return its address, or None if none is free."""
         order = (num_blocks - 1).bit_length()
@@ -128,7 +124,7 @@ class BuddyAllocator:
 
 
 class ContiguousKV(KVManager):
-    """Reserve one contiguous run of blocks for each request, in the place of a `PagedKV`.
+    """Reserve one contiguous run of blocks for each request, in the place of a `BlockManager`.
 
     A run is taken whole when its request joins and given back whole when it leaves. It holds all the tokens
     that the request can come to have, so that no request runs out of blocks midway. A buddy allocator makes
@@ -150,7 +146,7 @@ class ContiguousKV(KVManager):
 
     def __init__(self, config: CacheConfig, max_model_len: int | None) -> None:
         if config.reservation is None:
-            raise ValueError("CacheConfig: reservation is None, which is paging; use a PagedKV")
+            raise ValueError("CacheConfig: reservation is None, which is paging; use a BlockManager")
         self.config, self.num_blocks = config, config.num_blocks
         self._reservation = config.reservation
         self._max_model_len = max_model_len
@@ -195,10 +191,10 @@ class ContiguousKV(KVManager):
     def missing_blocks(self, state: RequestState, num_tokens: int, leaving: Iterable[str]) -> Iterator[int]:
         """Yield the length of the run that a request lacks, now and as others leave; 0 once there is one."""
         buddies, reserved = deepcopy(self._buddies), self._num_reserved(state.request)
-        yield reserved * (not buddies.has_run(reserved))
+        yield reserved * (deepcopy(buddies).allocate(reserved) is None)
         for request_id in leaving:
             buddies.release(self._runs[request_id].start)
-            yield reserved * (not buddies.has_run(reserved))
+            yield reserved * (deepcopy(buddies).allocate(reserved) is None)
 
     def admit(self, state: RequestState, sibling: RequestState | None) -> bool:
         """Take a request's whole run, in order and without the allocator's rounding, if one is free.

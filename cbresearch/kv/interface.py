@@ -63,7 +63,7 @@ class KVManager(Protocol):
         """Return how many blocks would be free if a request gave back its own."""
 
     def missing_blocks(self, state: RequestState, num_tokens: int, leaving: Iterable[str]) -> Iterator[int]:
-        """Yield how many blocks a request lacks for `num_tokens` tokens, now and as others leave one by one.
+        """Yield how many blocks a request lacks for `num_tokens` tokens, now and as others leave in turn.
 
         Args:
             state: The request, running or without a seat.

@@ -92,7 +92,7 @@ class Policy:
     joins_running_batch = True
     """Whether a request may join a batch under way; a parallel sample then waits for its sibling's prompt."""
     preempts_one_by_one = False
-    """Whether victims leave one after the other until there is room, even one that frees nothing, as in vLLM."""
+    """Whether victims leave one after the other, those too that free nothing, as in vLLM."""
     fast_forward = True
     """Whether decode steps repeat themselves, so that a simulator may take many at once.
 

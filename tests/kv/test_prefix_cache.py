@@ -21,12 +21,12 @@ from helpers.core import (
 from hygiene import ROOT
 
 from cbresearch.config import CacheConfig
-from cbresearch.kv import BlockManager, PagedKV, prefix_cache
+from cbresearch.kv import BlockManager, prefix_cache
 from cbresearch.request import Request, RequestState
 
 
 def pool(num_blocks, block_size=4):
-    return PagedKV(CacheConfig(num_blocks, block_size, prefix_caching=True))
+    return BlockManager(CacheConfig(num_blocks, block_size, prefix_caching=True))
 
 
 def hold(blocks, request_id, token_ids, extra=()):
