@@ -120,8 +120,6 @@ class BlockManager(KVManager):
         """
         size, num_transferred = self.config.block_size, state.num_transferred_tokens
         matched = self._matched(state)
-        if not (num_transferred or matched or sibling):
-            return self.can_allocate(state.id, state.num_tokens)
         num_cached = num_transferred or len(matched) * size
         # Its last prompt token is computed again, since the answer begins with that one's logits.
         forked = state.num_prompt_tokens - 1
