@@ -20,8 +20,9 @@ CORE = {
     # Over the floor plan's 480: requests flat for policies, one language of names, one set of checks.
     "request config model_shape names checks version": 580,
     "step": 200,
-    # Over the floor plan's 600: the events of blocks, and the interface itself.
-    "kv": 680,
+    # Over the floor plan's 600: the events of blocks, the interface itself, copies of a content, and the blocks
+    # that are missing while others leave.
+    "kv": 700,
     "policies": 680,
     "scheduler": 600,
     "fast_forward": 300,
@@ -29,7 +30,7 @@ CORE = {
     "serve trace": 740,
     "costs simulator": 560,
     # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure.
-    "kernels attention models engine cpu": 2420,
+    "kernels attention models engine cpu": 2430,
     "__init__": 70,
 }
 LAB = {
@@ -41,7 +42,7 @@ LAB = {
     "viz export __main__": 2000,
 }
 # The aim is 6,000.
-MOST_CORE = 6530
+MOST_CORE = 6560
 MOST_LAB = 6000
 MOST_ALL = 12_000
 MOST_JAVASCRIPT = 1200
