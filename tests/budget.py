@@ -20,8 +20,8 @@ CORE = {
     # Over the floor plan's 480: requests flat for policies, one language of names, one set of checks.
     "request config model_shape names checks version": 580,
     "step": 200,
-    # Over the floor plan's 600: the events of blocks, the interface itself, copies of a content, and the blocks
-    # that are missing while others leave.
+    # Over the floor plan's 600: the events of blocks, the interface itself, copies of a content, and what is
+    # missing while others leave.
     "kv": 700,
     "policies": 680,
     "scheduler": 600,
