@@ -22,11 +22,12 @@ CORE = {
     # a person's own, whose errors are told by their line.
     "request config model_shape names checks version": 690,
     "step": 200,
-    # Over the floor plan's 600: the events of blocks, and the interface itself.
-    "kv": 680,
+    # Over the floor plan's 600: the events of blocks, the interface itself, copies of a content, and what is
+    # missing while others leave.
+    "kv": 700,
     "policies": 680,
     # Over the floor plan's 600: a hook that fails is named and loses no request.
-    "scheduler": 625,
+    "scheduler": 645,
     "fast_forward": 300,
     # Over the floor plan's 500: files that survive a kill and distrust a stranger, columns by decode run,
     # windows of a run that every reader takes, clocks that count from 1970, and runs that take turns.
@@ -36,7 +37,7 @@ CORE = {
     # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure; each
     # model compared with its own forward; checkpoints and chat templates that lack something; several users
     # of one model, forks and ends of scripts, text of every kind of tokenizer; weights packed in large pages.
-    "kernels attention models engine cpu": 2800,
+    "kernels attention models engine cpu": 2810,
     "__init__": 70,
 }
 LAB = {
@@ -49,12 +50,12 @@ LAB = {
     "experiments cluster": 1430,
     "bridges": 700,
     # Over the floor plan's 2,000: each wrong command line has an answer of one line.
-    "viz export __main__": 2075,
+    "viz export __main__": 2090,
 }
 # The aim is 6,000.
-MOST_CORE = 6690
+MOST_CORE = 7300
 MOST_LAB = 6000
-MOST_ALL = 12_800
+MOST_ALL = 13_200
 MOST_JAVASCRIPT = 1200
 
 _NO_CODE = {

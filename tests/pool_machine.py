@@ -42,6 +42,8 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         self.tokens: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
         self.swapped: set[str] = set()
+        # Blocks that can be found, by when they were cached.
+        self.known: list[int] = []
         self.num_created = 0
 
     @initialize(
@@ -55,7 +57,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         self.pool = BlockManager(
             CacheConfig(num_blocks, block_size, caching, num_host_blocks, window), MAX_CHUNK
         )
-        self.size, self.window = block_size, window
+        self.size, self.window, self.caching = block_size, window, caching
 
     def count(self, name):
         type(self).num_operations[name] += 1
@@ -70,6 +72,22 @@ class PoolAgainstMemory(RuleBasedStateMachine):
     def visible(self, request_id, end):
         """Return the positions below `end` to which the token at `end` may attend."""
         return range(0 if self.window is None else max(0, end - self.window + 1), end)
+
+    def take_events(self):
+        events = self.pool.take_events()
+        self.known = [block for block in self.known if block not in events.evicted] + [*events.cached]
+        assert len(set(self.known)) == len(self.known)
+
+    def findable(self, tokens):
+        """Return, for each full part of a prompt, the block that was cached first, as far as there is one."""
+        found = []
+        for end in range(self.size, len(tokens), self.size):
+            whole = tuple(tokens[:end])
+            holders = [block for block in self.known if self.device[block, self.size - 1] == whole]
+            if not holders:
+                break
+            found.append(holders[0])
+        return tuple(found)
 
     def copy(self, pairs, source, target):
         for read, written in pairs:
@@ -108,6 +126,9 @@ class PoolAgainstMemory(RuleBasedStateMachine):
             self.device[block, position % self.size] = tuple(tokens[: position + 1])
         self.computed[request_id] = up_to
         self.pool.cache_full_blocks(request_id, tokens, up_to)
+        self.take_events()
+        if self.caching:
+            assert set(table[: up_to // self.size]) <= {*self.known, NULL_BLOCK}, "a copy is not cached"
         self.pool.remove_skipped_blocks(request_id, up_to)
 
     def begin(self, table, num_known, tokens):
@@ -128,6 +149,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
         matched = self.pool.match(tokens)
         num_known = len(matched) * self.size
         assert num_known < len(tokens)
+        assert matched == self.findable(tokens)
         for position in self.visible("", num_known):
             kept = self.device[matched[position // self.size], position % self.size]
             assert kept == tuple(tokens[: position + 1]), "a hit holds the KV of another prefix"
@@ -203,6 +225,7 @@ class PoolAgainstMemory(RuleBasedStateMachine):
     @invariant()
     def every_visible_token_is_where_the_table_says(self):
         self.pool.check()
+        self.take_events()
         self.count("checked")
         for request_id, tokens in self.tokens.items():
             is_host = request_id in self.swapped

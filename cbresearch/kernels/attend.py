@@ -42,7 +42,7 @@ def attend_tile(
     stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
     o_position, scale, unit, softcap, window,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE_KEYS: tl.constexpr,
-    MASKED: tl.constexpr,
+    IS_FAR: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Fold one K/V tile into a running softmax: its accumulator, its sum and its maximum.
 
@@ -62,7 +62,9 @@ def attend_tile(
     else:
         i_block = tl.load(p_table + o_key // BLOCK_SIZE).to(tl.int64)
         o_slot = o_key % BLOCK_SIZE
-    # A block's number times its stride passes 2**31 in pools of a few GB.
+    # An index times its stride passes 2**31 in pools of a few GB, a slot's only where slots lie outermost.
+    if IS_FAR:
+        o_slot = o_slot.to(tl.int64)
     o_k = (i_block * stride_k_block + o_slot * stride_k_slot)[:, None]
     o_v = (i_block * stride_v_block + o_slot * stride_v_slot)[:, None]
     m_d = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
@@ -108,7 +110,7 @@ def attend_kernel(
     stride_table_seq,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
-    IS_SPLIT: tl.constexpr, IS_WIDE: tl.constexpr,
+    IS_SPLIT: tl.constexpr, IS_WIDE: tl.constexpr, IS_FAR: tl.constexpr,
 ):  # fmt: skip
     """Attend with one query tile of one KV head to one range of keys; a program per item and KV head.
 
@@ -117,7 +119,7 @@ def attend_kernel(
     """
     # The heads of an item follow one another, so that the longest items of all heads start first.
     i_kv_head = tl.program_id(0) % NUM_KV_HEADS
-    p_item = items + tl.program_id(0) // NUM_KV_HEADS * 8
+    p_item = items + (tl.program_id(0) // NUM_KV_HEADS).to(tl.int64) * 8
     i_seq = tl.load(p_item)
     i_token = tl.load(p_item + 1)
     num_queries = tl.load(p_item + 2)
@@ -127,12 +129,12 @@ def attend_kernel(
 
     o_row = tl.arange(0, TILE_ROWS)
     o_query = o_row // GROUP
-    o_head = i_kv_head * GROUP + o_row % GROUP
+    o_head = (i_kv_head * GROUP + o_row % GROUP).to(tl.int64)
     m_row = o_query < num_queries
     o_position = position + o_query
     o_d = tl.arange(0, BLOCK_D)
     m_q = m_row[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_token = (i_token + o_query).to(tl.int64)
+    o_token = i_token.to(tl.int64) + o_query
     o_q = o_token * stride_q_token + o_head * stride_q_head
     b_q = tl.load(q + o_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [TILE_ROWS, BLOCK_D]
 
@@ -162,7 +164,7 @@ def attend_kernel(
                 b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
                 stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
                 o_position, scale, unit, softcap, window,
-                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MASKED=False,
+                HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, IS_FAR, MASKED=False,
             )  # fmt: skip
         first = whole
     for o_begin in range(first, end, TILE_KEYS):
@@ -170,7 +172,7 @@ def attend_kernel(
             b_q, b_acc, b_sum, b_max, o_begin, begin, end, p_table, p_k, p_v,
             stride_k_block, stride_k_slot, stride_v_block, stride_v_slot,
             o_position, scale, unit, softcap, window,
-            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, MASKED=True,
+            HEAD_DIM, BLOCK_D, BLOCK_SIZE, TILE_KEYS, IS_FAR, MASKED=True,
         )  # fmt: skip
 
     # A row that saw no key has an accumulator of 0, and stays there.
@@ -178,7 +180,7 @@ def attend_kernel(
     b_acc = b_acc * (1.0 / b_sum)[:, None]
     i_partial = tl.load(p_item + 6)
     if IS_SPLIT and i_partial >= 0:
-        o_partial = (i_partial + o_query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + o_head
+        o_partial = (i_partial.to(tl.int64) + o_query) * (NUM_KV_HEADS * GROUP) + o_head
         tl.store(partial_out + o_partial[:, None] * HEAD_DIM + o_d[None, :], b_acc, mask=m_q)
         tl.store(partial_lse + o_partial, b_max * unit + tl.log2(b_sum), mask=m_row)
     else:
@@ -192,11 +194,11 @@ def merge_kernel(
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TILE_SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the partial results of one token and query head; a program per merge and head."""
-    i_head = tl.program_id(0) % NUM_HEADS
-    p_merge = merges + tl.program_id(0) // NUM_HEADS * 4
+    i_head = (tl.program_id(0) % NUM_HEADS).to(tl.int64)
+    p_merge = merges + (tl.program_id(0) // NUM_HEADS).to(tl.int64) * 4
     i_token = tl.load(p_merge).to(tl.int64)
     i_first = tl.load(p_merge + 1).to(tl.int64)
-    stride = tl.load(p_merge + 2)
+    stride = tl.load(p_merge + 2).to(tl.int64)
     num_splits = tl.load(p_merge + 3)
     o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < HEAD_DIM
@@ -278,6 +280,8 @@ def paged_attention(
     partial_lse = torch.empty((plan.num_partials, num_heads), dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_lse.shape, head_dim), dtype=torch.float32, device=q.device)
     block_d = max(16, power_of_two(head_dim))
+    # In 64 bits a slot's offset takes registers that let more programs run side by side.
+    is_far = k_cache.shape[1] * max(k_cache.stride(1), v_cache.stride(1)) >= 2**31
     for work in plan.works:
         attend_kernel[(len(work.items) * num_kv_heads,)](
             q, k_cache, v_cache, out, partial_out, partial_lse, work.items, block_tables, sinks,
@@ -285,7 +289,7 @@ def paged_attention(
             *out.stride()[:2], block_tables.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
             BLOCK_SIZE=k_cache.shape[1], TILE_ROWS=work.launch.tile_rows, TILE_KEYS=work.launch.tile_keys,
-            IS_SPLIT=work.is_split, IS_WIDE=work.is_wide,
+            IS_SPLIT=work.is_split, IS_WIDE=work.is_wide, IS_FAR=is_far,
             num_warps=work.launch.num_warps, num_stages=work.launch.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     if len(plan.merges):

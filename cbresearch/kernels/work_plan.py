@@ -262,6 +262,8 @@ def _on_host(name: str, values: Tensor | np.ndarray | Sequence[int]) -> np.ndarr
     array = values.cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
     if array.ndim != 1 or not (np.issubdtype(array.dtype, np.integer) or not array.size):
         raise ValueError(f"{name} must be one row of integers, and is {array.dtype} of shape {array.shape}")
+    if array.max(initial=0) > 2**30:
+        raise ValueError(f"{name} holds {array.max()}, and the kernels count to {2**30}")
     return array.astype(np.int64)
 
 

@@ -7,7 +7,6 @@ from cbresearch.kv.contiguous import ContiguousKV as ContiguousKV
 from cbresearch.kv.contiguous import reserved_tokens as reserved_tokens
 from cbresearch.kv.interface import NULL_BLOCK as NULL_BLOCK
 from cbresearch.kv.interface import KVManager as KVManager
-from cbresearch.kv.paged import PagedKV as PagedKV
 
 
 def build(cache: CacheConfig, limits: SchedulerConfig, recomputes_last: bool) -> KVManager:
@@ -20,4 +19,4 @@ def build(cache: CacheConfig, limits: SchedulerConfig, recomputes_last: bool) ->
     """
     if cache.reservation is not None:
         return ContiguousKV(cache, limits.max_model_len)
-    return PagedKV(cache, limits.max_num_batched_tokens, recomputes_last=recomputes_last)
+    return BlockManager(cache, limits.max_num_batched_tokens, recomputes_last=recomputes_last)

@@ -1,20 +1,21 @@
 """Bookkeeping of the paged KV pool (vLLM, SOSP'23, section 4): tables, reference counts, reuse."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 
 from cbresearch.config import CacheConfig
 from cbresearch.kv.host import HostPool, check_references
-from cbresearch.kv.interface import NULL_BLOCK, EventLog
+from cbresearch.kv.interface import NULL_BLOCK, EventLog, KVManager
 from cbresearch.kv.prefix_cache import ExtraKeys, PrefixCache
-from cbresearch.request import Request
-from cbresearch.step import BlockEvents
+from cbresearch.request import Request, RequestState
+from cbresearch.step import BlockEvents, Transfer
 
 Pair = tuple[int, int]
 """A block to copy: (source, target)."""
 
 
-class BlockManager:
+class BlockManager(KVManager):
     """Hand out fixed-size blocks of the KV pool and take them back.
 
     A request's block table maps its logical blocks, in order, to physical block ids. Blocks are
@@ -32,12 +33,16 @@ class BlockManager:
     Args:
         config: The pools' sizes, and whether prefixes are cached.
         max_chunk: Most tokens of one request that a step computes; it bounds what a sliding window holds.
+        recomputes_last: Whether a finished request's last position may be computed over again (a padding
+            row), so that what it attends to has to stay.
     """
 
     num_unusable_blocks = 0
     """Blocks that are neither held nor to be had; paging has none."""
 
-    def __init__(self, config: CacheConfig, max_chunk: int | None = None) -> None:
+    def __init__(
+        self, config: CacheConfig, max_chunk: int | None = None, recomputes_last: bool = False
+    ) -> None:
         self.config = config
         self.num_blocks = config.num_blocks
         self._block_size = config.block_size
@@ -54,6 +59,8 @@ class BlockManager:
         self._unreferenced: OrderedDict[int, None] = OrderedDict()
         self.num_shared_blocks = 0
         self._host = HostPool(config.num_host_blocks, self._events)
+        self._num_recomputed = int(recomputes_last)
+        self._transfers: list[Transfer] = []
 
     @property
     def num_free_blocks(self) -> int:
@@ -80,10 +87,6 @@ class BlockManager:
         """Return how many blocks of the host's pool are held, a shared one counted once."""
         return self.config.num_host_blocks - len(self._host.free)
 
-    def blocks_for(self, num_tokens: int) -> int:
-        """Return how many blocks hold `num_tokens` tokens."""
-        return -(-num_tokens // self._block_size)
-
     def max_blocks_needed(self, request: Request) -> int:
         """Return how many blocks a request holds at its largest, alone; the last token needs no KV."""
         return self._at_most(self.blocks_for(request.num_prompt_tokens + request.max_tokens - 1))
@@ -103,6 +106,97 @@ class BlockManager:
     def host_table(self, request_id: str) -> tuple[int, ...]:
         """Return a request's block table in the host's pool; empty if it is not swapped out."""
         return tuple(self._host.tables.get(request_id, ()))
+
+    def num_cached_tokens(self, state: RequestState) -> int:
+        """Return the tokens of a waiting request whose KV is in the prefix cache."""
+        return len(self.match(state.token_ids, extra_keys_of(state.request))) * self.config.block_size
+
+    def admit(self, state: RequestState, sibling: RequestState | None) -> bool:
+        """Begin the table of a request that holds nothing, if there is room for all its known tokens.
+
+        Args:
+            state: The request; its counts of computed tokens are set to what the pool has of its prefix.
+            sibling: A parallel sample that has its prompt computed and still holds it, or None.
+        """
+        size, num_transferred = self.config.block_size, state.num_transferred_tokens
+        matched = self._matched(state)
+        num_cached = num_transferred or len(matched) * size
+        # Its last prompt token is computed again, since the answer begins with that one's logits.
+        forked = state.num_prompt_tokens - 1
+        if sibling is not None and forked > num_cached:
+            table = self.table(sibling.id)[: self.blocks_for(forked)]
+            # What fell out of the sibling's window must be out of this one's as well.
+            if NULL_BLOCK not in table[self.num_skipped_blocks(forked) :]:
+                matched, num_cached = table, forked
+        num_skipped = self.num_skipped_blocks(num_cached)
+        matched = (NULL_BLOCK,) * num_skipped + matched[num_skipped:]
+        num_copies = int(not num_transferred and num_cached % size > 0)
+        if not self.can_allocate(state.id, state.num_tokens, matched, num_copies):
+            return False
+        # Shared first: what was matched can then not be evicted to make room for the rest.
+        self.fork(state.id, matched)
+        state.num_computed_tokens, state.num_transferred_tokens = num_cached, 0
+        state.num_skipped_tokens = size * num_skipped
+        if num_copies:
+            # The one block that it shares and writes: the copy stands in its table before anything reads it.
+            is_copied = self._note("copy", self.copy_on_write(state.id, num_cached // size))
+            assert is_copied
+        return True
+
+    def missing_blocks(self, state: RequestState, num_tokens: int, leaving: Iterable[str]) -> Iterator[int]:
+        """Yield how many blocks a request lacks for `num_tokens` tokens, now and as others leave in turn."""
+        if state.id in self._host.tables:
+            missing, mirrored = self._missing_on_device(state.id, num_tokens)
+            shared = tuple(mirrored.values())
+        else:
+            shared = () if self.holds(state.id) else self._matched(state)
+            missing = self._num_missing(state.id, num_tokens, shared)
+        yield missing
+        # What it shares makes it no more room when others let go of it.
+        left = dict.fromkeys((*shared, NULL_BLOCK), -inf)
+        for request_id in leaving:
+            for block in self._tables[request_id]:
+                left[block] = left.get(block, 0) + 1
+                missing -= left[block] == self._ref_counts[block]
+            yield missing
+
+    def update(self, state: RequestState, start: int) -> None:
+        """Cache the blocks that tokens from position `start` on filled; free those out of the window."""
+        config, end = self.config, state.num_computed_tokens
+        size = config.block_size
+        if config.prefix_caching and end // size > start // size:
+            self.cache_scheduled(state, end)
+        if config.sliding_window is not None:
+            skipped = self.remove_skipped_blocks(state.id, end - self._num_recomputed)
+            state.num_skipped_tokens = size * skipped
+
+    def cache_scheduled(self, state: RequestState, end: int) -> None:
+        """Let other requests share a request's full blocks up to a token, if prefixes are cached."""
+        # Of a prompt that is a mere length nothing can ever be found again.
+        if token_ids := state.token_ids:
+            self.cache_full_blocks(state.id, token_ids, end, extra_keys_of(state.request))
+
+    def uncache(
+        self, state: RequestState, num_computed: int, others: Iterable[RequestState]
+    ) -> list[RequestState]:
+        """Take a request's blocks behind its first `num_computed` tokens out of the prefix cache."""
+        if not self.config.prefix_caching:
+            return []
+        taken = set(self._prefixes.leave(state.id, self._tables[state.id], num_computed))
+        return [other for other in others if other is not state and taken & {*self.table(other.id)}]
+
+    def swap_out(self, state: RequestState) -> bool:
+        """Move a request's KV to the host, if it has any and the host has room."""
+        return self._note("swap_out", self.move_to_host(state.id, state.num_computed_tokens))
+
+    def swap_in(self, state: RequestState) -> bool:
+        """Bring a request's KV back to the device, if there is room for it and its next tokens."""
+        return self._note("swap_in", self.move_to_device(state.id, state.num_tokens))
+
+    def take_transfers(self) -> tuple[Transfer, ...]:
+        """Return the copies that became necessary since the last call, in their order."""
+        taken, self._transfers = tuple(self._transfers), []
+        return taken
 
     def match(self, token_ids: Sequence[int], extra_keys: ExtraKeys = ()) -> tuple[int, ...]:
         """Return the cached blocks with which a prompt begins; nothing changes.
@@ -126,11 +220,14 @@ class BlockManager:
             matched: Blocks that it would share first.
             num_copies: Shared blocks that it would have to copy in order to write them.
         """
+        return self._num_missing(request_id, num_tokens, matched) + num_copies <= 0
+
+    def _num_missing(self, request_id: str, num_tokens: int, matched: Sequence[int]) -> int:
+        """Return how many blocks too few are free for a request; not above 0 where there are enough."""
         begun = self._tables.get(request_id) or matched
         num_in_sight = sum([block != NULL_BLOCK for block in begun])
         num_wanted = self._at_most(self.blocks_for(num_tokens) - len(begun) + num_in_sight) - num_in_sight
-        evictable = self.num_free_blocks - sum([block in self._unreferenced for block in matched])
-        return num_wanted + num_copies <= evictable
+        return num_wanted - self.num_free_blocks + sum([block in self._unreferenced for block in matched])
 
     def fork(self, request_id: str, matched: Sequence[int]) -> None:
         """Begin a request's table with blocks that are there, which cannot be evicted from now on.
@@ -160,9 +257,9 @@ class BlockManager:
         missing = -(-num_tokens // self._block_size) - (len(table) if table is not None else 0)
         if missing <= 0:
             return ()
-        if missing > len(self._free) and not self._evict(missing):
-            return None
         added = self._take(missing)
+        if added is None:
+            return None
         if table is None:
             self._require_new(request_id)
             self._tables[request_id] = added
@@ -180,11 +277,10 @@ class BlockManager:
 
         As many have to be free. A request may be named several times.
         """
-        if len(request_ids) > len(self._free):
-            self._evict(len(request_ids))
-        added, tables = self._take(len(request_ids)), self._tables
+        added = self._take(len(request_ids))
+        assert added is not None
         for request_id, block in zip(request_ids, added, strict=True):
-            tables[request_id].append(block)
+            self._tables[request_id].append(block)
         return added
 
     def copy_on_write(self, request_id: str, place: int) -> tuple[Pair, ...] | None:
@@ -201,13 +297,13 @@ class BlockManager:
         is_known = self._prefixes.holds(block) or block in self._host.host_block
         if self._ref_counts[block] == 1 and not is_known:
             return ()
-        if not self._free and not self._evict(1):
+        taken = self._take(1)
+        if taken is None:
             return None
-        (target,) = self._take(1)
-        table[place] = target
+        (table[place],) = taken
         self._prefixes.cut(request_id, place)
         self._release(block)
-        return ((block, target),)
+        return ((block, table[place]),)
 
     def cache_full_blocks(
         self, request_id: str, token_ids: Sequence[int], num_computed: int, extra_keys: ExtraKeys = ()
@@ -294,19 +390,14 @@ class BlockManager:
             changed.
         """
         host, table = self._host, self._host.tables[request_id]
-        mirrored = {block: host.device_block[block] for block in table if block in host.device_block}
-        wanted = [block for block in table if block != NULL_BLOCK and block not in mirrored]
-        num_known = len(wanted) + len(mirrored)
-        num_needed = self._at_most(self.blocks_for(num_tokens) - len(table) + num_known)
-        unpinned = sum(block in self._unreferenced for block in mirrored.values())
-        if max(num_needed, num_known) - len(mirrored) > self.num_free_blocks - unpinned:
+        num_missing, mirrored = self._missing_on_device(request_id, num_tokens)
+        if num_missing > 0:
             return None
+        wanted = [block for block in table if block != NULL_BLOCK and block not in mirrored]
         # Pinned first: what is there already can then not be evicted to make room for the rest.
         for block in mirrored.values():
             self._refer(block)
-        if len(wanted) > len(self._free):
-            self._evict(len(wanted))
-        pairs = list(zip(wanted, self._take(len(wanted)) if wanted else (), strict=True))
+        pairs = list(zip(wanted, self._take(len(wanted)) or (), strict=True))
         place_of = {NULL_BLOCK: NULL_BLOCK, **mirrored, **dict(pairs)}
         self._tables[request_id] = [place_of[block] for block in table]
         for source, target in pairs:
@@ -315,6 +406,16 @@ class BlockManager:
                 host.mirror(target, source)
         host.drop(request_id)
         return tuple(pairs)
+
+    def _missing_on_device(self, request_id: str, num_tokens: int) -> tuple[int, dict[int, int]]:
+        """Return how many blocks a swapped request lacks, and those that the device has still."""
+        host, table = self._host, self._host.tables[request_id]
+        mirrored = {block: host.device_block[block] for block in table if block in host.device_block}
+        num_known = len(table) - table.count(NULL_BLOCK)
+        num_needed = self._at_most(self.blocks_for(num_tokens) - len(table) + num_known)
+        unpinned = sum(block in self._unreferenced for block in mirrored.values())
+        num_wanted = max(num_needed, num_known) - len(mirrored)
+        return num_wanted - self.num_free_blocks + unpinned, mirrored
 
     def free(self, request_id: str) -> None:
         """Give back all blocks of a request; what is cached stays until its room is needed.
@@ -332,6 +433,19 @@ class BlockManager:
     def take_events(self) -> BlockEvents:
         """Return what became of blocks since the last call."""
         return self._events.take()
+
+    def _matched(self, state: RequestState) -> tuple[int, ...]:
+        """Return the cached blocks with which a waiting request begins, those out of its window left out."""
+        if state.num_transferred_tokens:
+            return ()
+        matched = self.match(state.token_ids, extra_keys_of(state.request))
+        num_skipped = self.num_skipped_blocks(len(matched) * self.config.block_size)
+        return (NULL_BLOCK,) * num_skipped + matched[num_skipped:]
+
+    def _note(self, kind: str, pairs: Iterable[Pair] | None) -> bool:
+        """Note that blocks have to be copied; None, which is no room, is False."""
+        self._transfers += [Transfer(kind, *pair) for pair in pairs or ()]
+        return pairs is not None
 
     def _free_table(self, request_id: str) -> None:
         table = self._tables.pop(request_id)
@@ -369,9 +483,19 @@ class BlockManager:
             del self._unreferenced[block]
         self._ref_counts[block] += 1
 
-    def _take(self, num_blocks: int) -> list[int]:
-        counts, added = self._ref_counts, self._free[-num_blocks:][::-1]
-        del self._free[-num_blocks:]
+    def _take(self, num_blocks: int) -> list[int] | None:
+        """Hand out blocks, for which cached prefixes are evicted if need be; none if too few are free."""
+        free, counts = self._free, self._ref_counts
+        if num_blocks > self.num_free_blocks:
+            return None
+        for _ in range(num_blocks - len(free)):
+            block, _ = self._unreferenced.popitem(last=False)
+            self._prefixes.evict(block)
+            self._host.unmirror(block)
+            free.append(block)
+        begin = len(free) - num_blocks
+        added = free[begin:][::-1]
+        del free[begin:]
         for block in added:
             counts[block] = 1
         return added
@@ -391,17 +515,6 @@ class BlockManager:
             self._host.unmirror(block)
             self._free.append(block)
 
-    def _evict(self, num_blocks: int) -> bool:
-        """Drop cached prefixes until `num_blocks` blocks are free, or none at all if that is not enough."""
-        if num_blocks > self.num_free_blocks:
-            return False
-        for _ in range(num_blocks - len(self._free)):
-            block, _ = self._unreferenced.popitem(last=False)
-            self._prefixes.evict(block)
-            self._host.unmirror(block)
-            self._free.append(block)
-        return True
-
     def check(self) -> None:
         """Prove the invariants of both pools.
 
@@ -419,3 +532,8 @@ class BlockManager:
         assert not self._tables.keys() & self._host.tables.keys(), "a request is on both tiers"
         self._host.check()
         assert self._host.host_block.keys() <= held | cached, "a free block is mirrored"
+
+
+def extra_keys_of(request: Request) -> ExtraKeys:
+    """Return what beside its tokens tells a request's prefix apart."""
+    return () if request.cache_salt is None else (("salt", request.cache_salt),)

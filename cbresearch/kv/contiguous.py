@@ -1,6 +1,7 @@
 """Contiguous baselines: a request reserves one run of blocks when it joins (vLLM, SOSP'23, section 6.1)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from copy import deepcopy
 
 from cbresearch.config import CacheConfig
 from cbresearch.kv.interface import EventLog, KVManager
@@ -123,7 +124,7 @@ class BuddyAllocator:
 
 
 class ContiguousKV(KVManager):
-    """Reserve one contiguous run of blocks for each request, in the place of a `PagedKV`.
+    """Reserve one contiguous run of blocks for each request, in the place of a `BlockManager`.
 
     A run is taken whole when its request joins and given back whole when it leaves. It holds all the tokens
     that the request can come to have, so that no request runs out of blocks midway. A buddy allocator makes
@@ -145,7 +146,7 @@ class ContiguousKV(KVManager):
 
     def __init__(self, config: CacheConfig, max_model_len: int | None) -> None:
         if config.reservation is None:
-            raise ValueError("CacheConfig: reservation is None, which is paging; use a PagedKV")
+            raise ValueError("CacheConfig: reservation is None, which is paging; use a BlockManager")
         self.config, self.num_blocks = config, config.num_blocks
         self._reservation = config.reservation
         self._max_model_len = max_model_len
@@ -186,6 +187,14 @@ class ContiguousKV(KVManager):
     def num_private_blocks(self, request_id: str) -> int:
         """Return how many blocks would be free if a request gave back its own."""
         return next_power_of_two(len(self._runs[request_id]))
+
+    def missing_blocks(self, state: RequestState, num_tokens: int, leaving: Iterable[str]) -> Iterator[int]:
+        """Yield the length of the run that a request lacks, now and as others leave; 0 once there is one."""
+        buddies, reserved = deepcopy(self._buddies), self._num_reserved(state.request)
+        yield reserved * (deepcopy(buddies).allocate(reserved) is None)
+        for request_id in leaving:
+            buddies.release(self._runs[request_id].start)
+            yield reserved * (deepcopy(buddies).allocate(reserved) is None)
 
     def admit(self, state: RequestState, sibling: RequestState | None) -> bool:
         """Take a request's whole run, in order and without the allocator's rounding, if one is free.

@@ -1,6 +1,6 @@
 """What the scheduler asks of a KV manager, whatever its layout."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 from cbresearch.config import CacheConfig
@@ -61,6 +61,15 @@ class KVManager(Protocol):
 
     def num_private_blocks(self, request_id: str) -> int:
         """Return how many blocks would be free if a request gave back its own."""
+
+    def missing_blocks(self, state: RequestState, num_tokens: int, leaving: Iterable[str]) -> Iterator[int]:
+        """Yield how many blocks a request lacks for `num_tokens` tokens, now and as others leave in turn.
+
+        Args:
+            state: The request, running or without a seat.
+            num_tokens: Tokens for which there has to be room.
+            leaving: Ids of running requests; what several of them share is free when the last has left.
+        """
 
     def num_cached_tokens(self, state: RequestState) -> int:
         """Return the tokens of a waiting request whose KV is in the prefix cache."""

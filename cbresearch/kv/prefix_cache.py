@@ -39,7 +39,8 @@ class PrefixCache:
         self._block_size = block_size
         self._events = events
         self._contents: list[Content | None] = [None] * num_blocks
-        self._index: dict[bytes, int] = {}
+        # Several blocks may hold one content; the first of those still there is the one that is found.
+        self._index: dict[bytes, list[int]] = {}
         self._chains: dict[str, list[bytes]] = {}
 
     @property
@@ -58,10 +59,10 @@ class PrefixCache:
         for end in range(self._block_size, len(token_ids), self._block_size):
             content = Content(parent, tuple(token_ids[end - self._block_size : end]), extra_keys)
             parent = digest_of(content)
-            block = self._index.get(parent)
-            if block is None or self._contents[block] != content:
+            holders = self._index.get(parent)
+            if holders is None or self._contents[holders[0]] != content:
                 break
-            matched.append(block)
+            matched.append(holders[0])
         return tuple(matched)
 
     def begin(self, request_id: str, table: Sequence[int]) -> None:
@@ -89,12 +90,13 @@ class PrefixCache:
             parent = digests[-1] if digests else b""
             content = Content(parent, tuple(token_ids[begin : begin + self._block_size]), extra_keys)
             digest = digest_of(content)
-            holder, block = self._index.get(digest), table[place]
-            if holder is not None and self._contents[holder] != content:
+            holders, block = self._index.get(digest), table[place]
+            if holders is not None and self._contents[holders[0]] != content:
                 # Another content holds the digest: what follows could be mistaken for its continuation.
                 break
-            if holder is None and block != NULL_BLOCK:
-                self._index[digest] = block
+            # A copy of what is known already is kept as well, as in vLLM.
+            if block != NULL_BLOCK and not self.holds(block):
+                self._index.setdefault(digest, []).append(block)
                 self._contents[block] = content
                 self._events.cached.append(block)
             digests.append(digest)
@@ -120,14 +122,22 @@ class PrefixCache:
         """Make a block unfindable: its content is about to go."""
         content = self._contents[block]
         assert content is not None
-        del self._index[digest_of(content)]
+        digest = digest_of(content)
+        self._index[digest].remove(block)
+        if not self._index[digest]:
+            del self._index[digest]
         self._contents[block] = None
         self._events.evicted.append(block)
 
     def check(self) -> set[int]:
         """Prove that the index and the contents agree; return the blocks that can be found."""
         known = {block: content for block, content in enumerate(self._contents) if content is not None}
-        assert sorted(self._index.values()) == list(known), "the index differs from the blocks' contents"
+        held = [block for holders in self._index.values() for block in holders]
+        assert sorted(held) == list(known), "the index differs from the blocks' contents"
         for block, content in known.items():
-            assert self._index[digest_of(content)] == block, f"block {block} has a false digest"
+            holders = self._index.get(digest_of(content), [])
+            assert block in holders, f"block {block} has a false digest"
+            assert self._contents[holders[0]] == content, (
+                f"block {block} shares a digest with another content"
+            )
         return set(known)

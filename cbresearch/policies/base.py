@@ -96,6 +96,8 @@ class Policy:
     """Whether a finished request's row stays in the batch until all rows are finished."""
     joins_running_batch = True
     """Whether a request may join a batch under way; a parallel sample then waits for its sibling's prompt."""
+    preempts_one_by_one = False
+    """Whether victims leave one after the other, those too that free nothing, as in vLLM."""
     fast_forward = True
     """Whether decode steps repeat themselves, so that a simulator may take many at once.
 
@@ -138,6 +140,9 @@ class Policy:
 
         By default the one admitted last: the oldest then always advances, so every run ends. A request with
         `max_preemptions` preemptions is no candidate; if that leaves none, the last is taken unasked.
+        Asked again without the request that it chose, until there is room; only then are they preempted, but
+        for those that hold nothing of their own where the others are enough. If the request that needs the
+        blocks is chosen, it alone is preempted.
         """
         return candidates[-1]
 

@@ -59,6 +59,7 @@ class VllmV0(Policy):
 
     name = "vllm_v0"
     source = "vLLM (SOSP'23)"
+    preempts_one_by_one = True
     fast_forward = True
 
     def __init__(self, swap: bool = False, watermark: Share = 0.01) -> None:
@@ -115,6 +116,7 @@ class VllmV1(Policy):
 
     name = "vllm_v1"
     source = "vLLM 0.32, v1 scheduler"
+    preempts_one_by_one = True
     fast_forward = True
 
     def __init__(self, priority: bool = False) -> None:

@@ -1,11 +1,10 @@
-"""Whether a request can be served at all, and which requests are preempted for a waiting one."""
+"""Whether a request can be served at all, and with which running one it shares its prompt."""
 
 from collections.abc import Sequence
 from operator import attrgetter
 
 from cbresearch.config import SchedulerConfig
 from cbresearch.kv import KVManager
-from cbresearch.policies.base import Policy, View, choose
 from cbresearch.request import Request, RequestState
 
 
@@ -41,35 +40,6 @@ def check_request(request: Request, limits: SchedulerConfig, kv: KVManager) -> N
             f"{cache.block_size}, but the pool has {cache.num_blocks} ({cache.num_tokens} tokens); raise "
             "num_blocks or lower max_tokens"
         )
-
-
-def choose_preempted(
-    policy: Policy,
-    view: View,
-    waiting: RequestState,
-    candidates: list[RequestState],
-    kv: KVManager,
-    num_free_seats: int,
-) -> Sequence[RequestState]:
-    """Return the running requests that make room for a waiting one, none if all of them were not enough.
-
-    Raises:
-        RuntimeError: The policy's `displace` fails.
-        ValueError: The policy chose another request than a candidate.
-    """
-    num_free_blocks, num_wanted = kv.num_free_blocks, kv.blocks_for(waiting.num_tokens)
-    if kv.config.reservation is not None:
-        num_wanted = kv.max_blocks_needed(waiting.request)
-    chosen: list[RequestState] = []
-    while not num_free_seats or num_wanted > num_free_blocks:
-        state = choose(policy, "displace", view, waiting, candidates=candidates)
-        if state is None:
-            return ()
-        candidates.remove(state)
-        chosen.append(state)
-        num_free_seats += 1
-        num_free_blocks += kv.num_private_blocks(state.id)
-    return chosen
 
 
 def farthest_sibling(state: RequestState, running: Sequence[RequestState]) -> RequestState | None:

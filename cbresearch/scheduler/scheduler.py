@@ -13,7 +13,7 @@ from cbresearch.checks import real
 from cbresearch.config import PREEMPTIONS, CacheConfig, SchedulerConfig
 from cbresearch.policies.base import Policy, View, ask, begin, choose, proposals
 from cbresearch.request import Request, RequestState, RequestStatus
-from cbresearch.scheduler.admission import check_request, choose_preempted, farthest_sibling
+from cbresearch.scheduler.admission import check_request, farthest_sibling
 from cbresearch.step import (
     Admission,
     BlockEvents,
@@ -531,22 +531,56 @@ class Scheduler:
         """Schedule a running request, preempting others for its blocks or, at last, itself."""
         end = state.num_computed_tokens + num_tokens
         while (added := self.kv.allocate(state.id, end)) is None:
-            if not self._free_memory(state):
+            if not self._free_memory(state, end):
                 return
         self._schedule(state, num_tokens, added)
 
-    def _free_memory(self, state: RequestState) -> bool:
-        """Free some blocks for a running request; return whether it still runs itself."""
+    def _free_memory(self, state: RequestState, end: int) -> bool:
+        """Free blocks for tokens of a running request up to `end`; return whether it still runs itself."""
         if self._padding:
             # A row computed for nothing gives way before a request loses work.
             self._vacate(self._padding.pop())
             return True
-        candidates = [other for other in self._running if other.num_preemptions < self.config.max_preemptions]
         # Where all had their share of preemptions the one admitted last goes, so that the oldest is finished.
-        chosen = choose(self.policy, "victim", self._view, candidates=candidates) if candidates else None
-        victim = chosen or self._running[-1]
-        self._preempt(victim)
-        return victim is not state
+        last = state if state.num_preemptions < self.config.max_preemptions else self._running[-1]
+        for victim in self._victims(state, end) or [last]:
+            # One that relied on what another was to compute may have left with it.
+            if victim.seat is not None:
+                self._preempt(victim)
+        return state.seat is not None
+
+    def _victims(self, state: RequestState, num_tokens: int) -> list[RequestState]:
+        """Return the running requests that make room for another one, none if all of them were not enough."""
+        policy, view, draft, bound = self.policy, self._view, self._draft, self.config.max_preemptions
+        is_running = state.seat is not None
+        candidates = [
+            other
+            for other in self._running
+            if other.num_preemptions < bound and (is_running or other.id not in draft.admitted)
+        ]
+        chosen: list[RequestState] = []
+        missing = self.kv.missing_blocks(state, num_tokens, (victim.id for victim in chosen))
+        while next(missing) > 0 or not (is_running or chosen or self._free_seats):
+            if not candidates:
+                return []
+            if is_running:
+                victim = choose(policy, "victim", view, candidates=candidates)
+            else:
+                victim = choose(policy, "displace", view, state, candidates=candidates)
+            # A running request that is to leave itself, or a waiting one for which none should.
+            if victim is None or victim is state:
+                return []
+            candidates = [other for other in candidates if other is not victim]
+            chosen.append(victim)
+            if policy.preempts_one_by_one:
+                break
+        for victim in tuple(chosen):
+            others = [other for other in chosen if other is not victim]
+            # What it holds is others' too, so that there may be room without it.
+            if not self.kv.num_private_blocks(victim.id) and (is_running or others or self._free_seats):
+                *_, num_missing = self.kv.missing_blocks(state, num_tokens, [other.id for other in others])
+                chosen = chosen if num_missing > 0 else others
+        return chosen
 
     def _admit(self, state: RequestState, wanted: int) -> None:
         """Seat a waiting or swapped request if the blocks for all its known tokens are free."""
@@ -585,15 +619,7 @@ class Scheduler:
         """Preempt running requests for a waiting one, if the policy wants it and it is of use."""
         if not self._can_displace:
             return False
-        draft, bound = self._draft, self.config.max_preemptions
-        candidates = [
-            state
-            for state in self._running
-            if state.id not in draft.admitted and state.num_preemptions < bound
-        ]
-        preempted = choose_preempted(
-            self.policy, self._view, waiting, candidates, self.kv, len(self._free_seats)
-        )
+        preempted = self._victims(waiting, waiting.num_tokens)
         for state in preempted:
             self._preempt(state)
         # No request was rejected: the next one may still join.

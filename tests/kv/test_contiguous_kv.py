@@ -373,7 +373,7 @@ def test_reservation_max_needs_max_model_len():
 
 
 def test_contiguous_kv_rejects_a_paged_or_unknown_configuration():
-    with pytest.raises(ValueError, match="use a PagedKV"):
+    with pytest.raises(ValueError, match="use a BlockManager"):
         ContiguousKV(CacheConfig(8), 100)
     with pytest.raises(ValueError, match="'pow3' is not known"):
         reserved_tokens(Request("a", 1, 1), "pow3")

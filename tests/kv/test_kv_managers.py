@@ -6,7 +6,7 @@ import pytest
 
 from cbresearch import kv
 from cbresearch.config import CacheConfig, SchedulerConfig
-from cbresearch.kv import ContiguousKV, KVManager, PagedKV
+from cbresearch.kv import BlockManager, ContiguousKV, KVManager
 from cbresearch.request import Request, RequestState
 
 MEMBERS = [name for name in vars(KVManager) if not name.startswith("_")]
@@ -17,7 +17,7 @@ CONFIGS = {
 }
 
 
-@pytest.mark.parametrize("manager", [PagedKV, ContiguousKV])
+@pytest.mark.parametrize("manager", [BlockManager, ContiguousKV])
 def test_kv_managers_have_every_member_of_the_protocol_with_its_parameters(manager):
     assert len(MEMBERS) > 20
     built = manager(CONFIGS["contiguous" if manager is ContiguousKV else "paged"], 64)

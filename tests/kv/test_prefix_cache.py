@@ -21,12 +21,12 @@ from helpers.core import (
 from hygiene import ROOT
 
 from cbresearch.config import CacheConfig
-from cbresearch.kv import BlockManager, PagedKV, prefix_cache
+from cbresearch.kv import BlockManager, prefix_cache
 from cbresearch.request import Request, RequestState
 
 
 def pool(num_blocks, block_size=4):
-    return PagedKV(CacheConfig(num_blocks, block_size, prefix_caching=True))
+    return BlockManager(CacheConfig(num_blocks, block_size, prefix_caching=True))
 
 
 def hold(blocks, request_id, token_ids, extra=()):
@@ -165,6 +165,105 @@ def test_uncache_takes_out_what_was_cached_before_its_kv_was_computed():
     blocks.cache_full_blocks("a", prompt, 12)
     assert len(blocks.match(prompt)) == 3
     blocks.check()
+
+
+# --- several blocks of one content
+
+
+def pool_with_copies(num_copies, num_blocks=8, prompt=(1, 2)):
+    """A pool of blocks of one token in which so many requests each hold all of one prompt's blocks."""
+    blocks = pool(num_blocks, block_size=1)
+    for n in range(num_copies):
+        blocks.allocate(f"r{n}", len(prompt))
+        blocks.cache_full_blocks(f"r{n}", prompt, len(prompt))
+    blocks.check()
+    return blocks, [blocks.table(f"r{n}") for n in range(num_copies)]
+
+
+def test_a_fully_cached_prompt_leaves_both_blocks_of_its_last_token_cached():
+    # The third prompt finds the first's block. The copy comes last, so it outlives what is evicted for it.
+    blocks = pool(3, block_size=1)
+    for name in ("a", "b"):
+        assert hold(blocks, name, (12,)) == 0
+    first, copy = blocks.table("a"), blocks.table("b")
+    for name in ("a", "b"):
+        blocks.free(name)
+    assert blocks.num_cached_blocks == 2
+    assert hold(blocks, "c", (12, 6)) == 1
+    assert blocks.table("c")[0] == first[0]
+    blocks.allocate("d", 1)
+    assert blocks.take_events().evicted == copy
+    blocks.check()
+
+
+@pytest.mark.parametrize("first_freed", [0, 1, 2])
+def test_match_finds_the_copy_that_was_cached_first_as_long_as_it_is_there(first_freed):
+    blocks, tables = pool_with_copies(3, num_blocks=6)
+    assert blocks.take_events().cached == tuple(block for table in tables for block in table)
+    order = [first_freed, *sorted({0, 1, 2} - {first_freed})]
+    for n in order:
+        assert blocks.match((1, 2, 3)) == tables[0]
+        blocks.free(f"r{n}")
+    assert blocks.num_cached_blocks == 6
+    left = [*tables]
+    for n in order:
+        assert blocks.match((1, 2, 3)) == left[0]
+        blocks.allocate("new", len(blocks.table("new")) + 2)
+        # The tail goes before the head, and the copies that are left stay.
+        assert blocks.take_events().evicted == tables[n][::-1]
+        left.remove(tables[n])
+        blocks.check()
+    assert blocks.match((1, 2, 3)) == ()
+
+
+def test_a_hit_takes_the_blocks_of_a_chain_from_several_copies():
+    blocks, (first, second) = pool_with_copies(2, num_blocks=4)
+    blocks.free("r0")
+    blocks.free("r1")
+    # Both copies of the tail go, then the second copy of the head is used, and the first remains.
+    blocks.allocate("new", 1)
+    assert blocks.match((1, 2, 3)) == (first[0], second[1])
+    blocks.fork("both", blocks.match((1, 2, 3)))
+    blocks.allocate("new", 2)
+    assert blocks.take_events().evicted == (first[1], second[0])
+    assert blocks.match((1, 2, 3)) == (first[0], second[1])
+    blocks.check()
+
+
+def test_uncache_takes_out_only_a_requests_own_copies():
+    blocks, (first, _) = pool_with_copies(2)
+    blocks.fork("hit", blocks.match((1, 2, 3)))
+    states = [RequestState(Request(name, (1, 2, 3), 1), 0) for name in ("r0", "r1", "hit")]
+    assert blocks.uncache(states[1], 0, states) == []
+    assert blocks.match((1, 2, 3)) == first
+    assert blocks.uncache(states[0], 1, states) == [states[2]]
+    assert blocks.match((1, 2, 3)) == first[:1]
+    blocks.check()
+
+
+def test_copies_that_were_swapped_out_come_back_as_blocks_of_their_own():
+    blocks = BlockManager(CacheConfig(4, 1, prefix_caching=True, num_host_blocks=4))
+    for name in "ab":
+        blocks.allocate(name, 2)
+        blocks.cache_full_blocks(name, (1, 2), 2)
+    tables = blocks.table("a"), blocks.table("b")
+    for name in "ab":
+        assert len(blocks.move_to_host(name, 2)) == 2
+        blocks.check()
+    assert (blocks.num_cached_blocks, blocks.num_held_host_blocks) == (4, 4)
+    blocks.allocate("new", 1)
+    assert len(blocks.move_to_device("b", 2)) == 0
+    assert blocks.table("b") == tables[1]
+    blocks.free("new")
+    ((_, back),) = blocks.move_to_device("a", 2)
+    assert blocks.table("a") == (tables[0][0], back)
+    # What came back can be found again, after those that stayed.
+    blocks.cache_full_blocks("a", (1, 2), 2)
+    assert blocks.match((1, 2, 3)) == (tables[0][0], tables[1][1])
+    blocks.check()
+    for name in "ab":
+        blocks.free(name)
+    assert blocks.num_cached_blocks == 4
 
 
 # --- requests that share prefixes

@@ -10,9 +10,11 @@ import sys
 import pytest
 from conformance import compare, conformance, decisions, main, read
 from hygiene import ROOT
+from record_vllm import duplicates
 
 ORACLE = ROOT / "tests" / "oracle"
 RECORDED, SWITCHES = ORACLE / "vllm_v1_decisions.jsonl.gz", ORACLE / "vllm_v1_switches.jsonl.gz"
+DUPLICATES = ORACLE / "vllm_v1_duplicates.jsonl.xz"
 
 
 def test_vllm_v1_repeats_every_recorded_decision():
@@ -24,11 +26,35 @@ def test_vllm_v1_repeats_every_recorded_decision():
     assert len(steps) == 4704
 
 
-@pytest.mark.parametrize("kind", ["abort_eos", "cache_salt"])
+@pytest.mark.parametrize("kind", ["abort_eos", "cache_salt", "duplicates"])
 def test_vllm_v1_repeats_the_decisions_of_a_switch(kind):
     cases = [case for case in read(SWITCHES) if case["kind"] == kind]
     assert len(cases) == 12
     assert [entry for number, case in enumerate(cases) for entry in compare(number, case)] == []
+
+
+def test_vllm_v1_repeats_the_decisions_on_duplicate_contents():
+    cases = read(DUPLICATES)
+    assert len(cases) == 200
+    assert {case["config"]["block_size"] for case in cases} == {1, 2, 3, 4}
+    assert sum(len(step["preempted"]) for case in cases for step in case["steps"]) == 692
+    # The script takes them all.
+    assert [entry for number, case in enumerate(cases[::3]) for entry in compare(number, case)] == []
+
+
+def test_the_recorder_draws_the_recorded_workloads():
+    # The file can be made again; the steps need vLLM.
+    for seed, case in enumerate(read(DUPLICATES)):
+        assert duplicates(seed) == {name: case[name] for name in ("kind", "config", "requests")}
+
+
+def test_conformance_compares_finished_and_preempted_requests_in_any_order(tmp_path):
+    # vLLM gives both as sets.
+    case = small_case()
+    case["requests"] = [{**case["requests"][0], "id": name, "max_tokens": 1} for name in ("0", "1")]
+    done = {"preempted": [], "running": 0, "waiting": 0, "free_blocks_after": 5}
+    case["steps"] = [{"scheduled": [["0", 0, 4], ["1", 0, 4]], "finished": ["1", "0"], **done}]
+    assert conformance(written(tmp_path, case)) == []
 
 
 def test_the_recorded_aborts_find_requests_in_every_state_before_and_during_a_step():

@@ -350,6 +350,111 @@ def test_a_batch_that_was_preempted_whole_decodes_as_fast_as_before_once_it_is_b
     assert (referee.num_transfers["swap_in"] > 0) == (mode == "swap")
 
 
+# --- victims that free nothing
+
+
+RANKS = {
+    "priority": [{"priority": 2}, {"priority": 1}, {"priority": 0}],
+    "edf": [{"deadline": 90.0}, {"deadline": 50.0}, {"deadline": 9.0}],
+    "srpt": [{"predicted_output": 12}, {"predicted_output": 6}, {"predicted_output": 2}],
+    "trail": [{"predicted_output": 12}, {"predicted_output": 6}, {"predicted_output": 2}],
+}
+CACHING = {"seats": 8, "block_size": 2, "prefix_caching": True, "cache_on_schedule": True}
+
+
+def sharing(last, middle):
+    """Three requests, and one that begins like them and whose prompt then takes the budget."""
+    text = distinct(10, 16)
+    sharers = [Request(f"s{n}", text[: 2 * n], 4, **last) for n in (1, 2, 3)]
+    return [*sharers, Request("owner", text, 4, 0.5, **middle)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("policy", RANKS)
+def test_a_waiting_request_displaces_none_that_holds_only_what_others_hold(policy, mode):
+    last, middle, first = RANKS[policy]
+    requests = [*sharing(last, middle), Request("urgent", distinct(50, 8), 2, 1.5, **first)]
+    options = {"num_blocks": 10, "num_host_blocks": 20, "preemption": mode, "budget": 8, **CACHING}
+    trace = run(requests, policy, **options)
+    assert served(trace)[:2] == ["s12 s22 s32", "owner8"]
+    assert preempted(trace)[2] == "owner"
+    assert "urgent" in admitted(trace)[2]
+
+
+@pytest.mark.parametrize("policy", RANKS)
+def test_a_running_request_preempts_none_that_holds_only_what_others_hold(policy):
+    last, middle, first = RANKS[policy]
+    requests = [Request("first", distinct(50, 3), 4, **first), *sharing(last, middle)]
+    trace = run(requests, policy, num_blocks=10, budget=10, **CACHING)
+    assert served(trace)[1] == "first1 owner9"
+    assert trace.steps[1].num_held_blocks == 10
+    assert preempted(trace)[2] == "owner"
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_policy_that_preempts_one_by_one_as_vllm_does_takes_victims_in_vain(one_by_one):
+    class SharersFirst(type(policies.get("priority"))):
+        preempts_one_by_one = one_by_one
+
+    last, middle, first = RANKS["priority"]
+    requests = [Request("first", distinct(50, 3), 4, **first), *sharing(last, middle)]
+    trace = run(requests, SharersFirst(), num_blocks=10, budget=10, **CACHING)
+    assert len(trace.steps[2].plan.preempted) == (4 if one_by_one else 1)
+    for name in ("vllm_v0", "vllm_v1", "vllm_v1:priority"):
+        assert policies.get(name).preempts_one_by_one
+
+
+def test_what_two_victims_share_is_free_once_both_are_gone():
+    # Each of two requests holds the first block, and one of them another: together two blocks.
+    text = distinct(10, 4)
+    requests = [Request(name, text[:length], 5, priority=1) for name, length in (("s", 2), ("t", 4))]
+    requests.append(Request("urgent", distinct(50, 12), 1, 0.5))
+    trace = run(requests, "priority", num_blocks=6, **CACHING)
+    assert set(trace.steps[1].plan.preempted) == {"s", "t"}
+    assert [entry.request_id for entry in trace.steps[1].plan.scheduled] == ["urgent"]
+
+
+def test_a_waiting_request_displaces_no_more_than_it_lacks_beside_what_it_shares():
+    # It shares the first two blocks of "low", and lacks one.
+    text = distinct(10, 4)
+    requests = [Request("low", (*text, 2), 2, priority=2), Request("middle", distinct(30, 3), 2, priority=3)]
+    requests += [Request("more", (40,), 2, priority=4), Request("urgent", (*text, 1), 1, 0.5)]
+    trace = run(requests, "priority", num_blocks=6, **CACHING)
+    assert trace.steps[1].plan.preempted == ("more",)
+    assert trace.requests[3].num_cached_tokens == 4
+
+
+def test_none_is_displaced_for_a_run_that_would_be_in_two_pieces():
+    # Of four runs of two blocks each the first and the third may go, and four blocks in one piece are wanted.
+    priorities = {"a": 9, "b": 0, "c": 9, "d": 0}
+    requests = [Request(name, 8, 8, float(n), priority=priorities[name]) for n, name in enumerate(priorities)]
+    requests.append(Request("e", 25, 8, 4.0, priority=5))
+    trace = run(requests, "priority", num_blocks=8, block_size=8, reservation="oracle", seats=8)
+    assert trace.steps[4].num_waiting == 1
+    assert not any(preempted(trace))
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "vllm_v0"])
+def test_a_running_request_that_even_all_victims_do_not_help_leaves_alone(policy):
+    # The second wants four blocks more where one is free and the two behind it hold one each.
+    class Wants(AllAtOnce):
+        preempts_one_by_one = policies.get(policy).preempts_one_by_one
+
+    requests = [
+        Request(name, distinct(10 * n, size), 3)
+        for n, (name, size) in enumerate(zip("abcd", (4, 20, 3, 3), strict=True))
+    ]
+    trace = run(requests, Wants(16), num_blocks=6, block_size=4, seats=8)
+    assert preempted(trace)[1] == ("bcd" if policy == "vllm_v0" else "b")
+
+
+def test_a_seat_is_freed_by_one_preemption_whatever_it_frees_beside():
+    last, middle, first = RANKS["priority"]
+    requests = [*sharing(last, middle), Request("urgent", distinct(50, 2), 1, 1.5, **first)]
+    trace = run(requests, "priority", num_blocks=20, budget=8, **{**CACHING, "seats": 4})
+    assert preempted(trace)[2] == "s3"
+
+
 # --- preemption without end
 
 
