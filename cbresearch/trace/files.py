@@ -13,6 +13,8 @@ import numpy.typing as npt
 
 __all__ = ["write_columns", "write_json", "write_whole"]
 
+_NUM_ROWS = 8192
+
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that it appears whole or not at all.
@@ -47,10 +49,12 @@ def write_columns(path: Path, tables: Mapping[str, Mapping[str, npt.NDArray[Any]
         tables: The columns of each table by its name.
         label: Header of the first column, which holds the names of the tables.
     """
-    header = [label, *next(iter(tables.values()), ())]
-    lines = [",".join(header)]
+    lines = [",".join([label, *next(iter(tables.values()), ())])]
     for name, columns in tables.items():
-        lines += map(",".join, zip(*_cells(name, list(columns.values())), strict=True))
+        # Part by part, so that the texts of a part find room where those of the last one were.
+        for begin in range(0, max(map(len, columns.values()), default=0), _NUM_ROWS):
+            part = [values[begin : begin + _NUM_ROWS] for values in columns.values()]
+            lines += ["\n".join(map(",".join, zip(*_cells(name, part), strict=True)))]
     write_whole(path, "\n".join(lines) + "\n")
 
 
