@@ -1,6 +1,7 @@
 """The columns of a run: one value for each step or request, worked out for a whole decode run at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from math import nan
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ _TIMES = ("arrival", "queued", "first_scheduled", "first_token", "finish", "ttft
 _TOKENS = ("num_prompt_tokens", "num_output_tokens", "max_tokens")
 _TRANSFERS = ("copy", "swap_out", "swap_in")
 _COUNTS = ("num_preemptions", "num_cached_tokens", "num_recomputed_tokens")
-_NONE_SKIPPED = (0,) * len(SKIP_REASONS)
 _NAMES = (
     *("step", "num_scheduled", "num_tokens", "num_prefill_tokens", "num_decode_tokens", "num_padding_rows"),
     *("num_context_tokens", "num_sampled_tokens", "num_admitted", "num_preempted"),
@@ -36,7 +36,7 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     lengths: list[int] = []
     starts: list[float] = []
     durations: list[float] = []
-    device_durations: list[float | None] = []
+    device_durations: list[float] = []
     taken: list[int] = []
     finished: list[int] = []
     for part in parts:
@@ -46,30 +46,38 @@ def step_columns(parts: Sequence[Part]) -> Columns:
             lengths.append(1)
             starts.append(part.start)
             durations.append(part.duration)
-            device_durations.append(part.device_duration)
+            device_durations.append(nan if part.device_duration is None else part.device_duration)
             finished += [place] * len(part.finished)
             continue
         for length, first in _segment_counts(part):
             counts += (*first, part.is_short)
             lengths.append(length)
-        starts += (part.start, *part.ends[:-1])
+        starts.append(part.start)
+        starts += part.ends
+        starts.pop()
         durations += part.durations
-        device_durations += [None] * len(part)
+        device_durations += [nan] * len(part)
         taken += [place + offset for offset in part.taken_in]
         finished += [place + offset for offset, ids in part.finished for _ in ids]
     names = (*_NAMES, "is_short")
     table = np.array(counts, dtype=np.int64).reshape(-1, len(names)).T
-    columns = {name: np.repeat(values, lengths) for name, values in zip(names, table, strict=True)}
+    columns = {
+        # Most columns never change, and one value is enough for all steps.
+        name: np.repeat(values, lengths)
+        if np.any(values != values[:1])
+        else np.broadcast_to(values[:1], len(starts))
+        for name, values in zip(names, table, strict=True)
+    }
     # From step to step of a segment each row has one token more, and blocks are taken.
     begins = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
     offsets = np.arange(len(starts)) - begins
     num_new = np.bincount(taken, minlength=len(starts))
     num_taken = num_new.cumsum() - (num_new.cumsum() - num_new)[begins]
-    columns["step"] += offsets
-    columns["num_context_tokens"] += offsets * columns["num_scheduled"]
-    columns["num_held_tokens"] += offsets * columns["num_scheduled"]
-    columns["num_held_blocks"] += num_taken
-    columns["num_external_blocks"] -= num_taken * columns.pop("is_short")
+    columns["step"] = columns["step"] + offsets
+    for name in ("num_context_tokens", "num_held_tokens"):
+        columns[name] = columns[name] + offsets * columns["num_scheduled"]
+    columns["num_held_blocks"] = columns["num_held_blocks"] + num_taken
+    columns["num_external_blocks"] = columns["num_external_blocks"] - num_taken * columns.pop("is_short")
     columns["num_finished"] = np.bincount(finished, minlength=len(starts))
     seconds = {"start_s": starts, "duration_s": durations, "device_duration_s": device_durations}
     times = {name: np.array(values, dtype=np.float64) for name, values in seconds.items()}
@@ -102,7 +110,7 @@ def fixed(columns: Columns) -> Columns:
 
 def _counts(record: StepRecord) -> tuple[int, ...]:
     """Return the counts of a step, in the order of `_NAMES`."""
-    plan, skipped = record.plan, record.num_skipped()
+    plan = record.plan
     num_prefill = num_context = num_decode = num_sampled = 0
     for _, _, start, num_tokens, is_prefill, samples, _ in plan.rows:
         num_prefill += num_tokens if is_prefill else 0
@@ -114,7 +122,7 @@ def _counts(record: StepRecord) -> tuple[int, ...]:
         *(plan.step, len(plan.scheduled), num_prefill + num_decode + num_padding, num_prefill, num_decode),
         *(num_padding, num_context + sum([row.context_length for row in plan.padding]), num_sampled),
         *(len(plan.admitted), len(plan.preempted)),
-        *[skipped.get(reason, 0) for reason in SKIP_REASONS],
+        *record.skip_counts(),
         len(record.finished),
         *record.pool,
         *(map(plan.num_transfers, _TRANSFERS) if plan.transfers else (0, 0, 0)),
@@ -127,7 +135,6 @@ def _segment_counts(run: DecodeRun) -> Iterator[tuple[int, tuple[int, ...]]]:
     num_padding, padding_context = len(run.padding), sum([row.context_length for row in run.padding])
     for segment, begin, end in run.bounds():
         _, num_rows, closed, pool = segment
-        skipped = count_skipped(reasons, closed, pool[1]) if pool[1] or reasons else {}
         starts = [start for start, last in zip(run.starts, run.num_steps, strict=True) if last > begin]
         context = sum(starts) + num_rows * (begin + 1) + padding_context
         yield (
@@ -135,7 +142,7 @@ def _segment_counts(run: DecodeRun) -> Iterator[tuple[int, tuple[int, ...]]]:
             (
                 *(run.first_step + begin, num_rows, num_rows + num_padding, 0, num_rows),
                 *(num_padding, context, num_rows, 0, 0),
-                *([skipped.get(reason, 0) for reason in SKIP_REASONS] if skipped else _NONE_SKIPPED),
+                *count_skipped(reasons, closed, pool[1]),
                 0,
                 *pool,
                 *(0, 0, 0),

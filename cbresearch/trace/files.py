@@ -3,8 +3,8 @@
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, groupby, starmap
 from pathlib import Path
 from typing import Any
 
@@ -13,22 +13,22 @@ import numpy.typing as npt
 
 __all__ = ["write_columns", "write_json", "write_whole"]
 
-_NUM_ROWS = 8192
+_NUM_ROWS = 4096
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
+def write_whole(path: Path, content: str | bytes | Iterable[str]) -> None:
     """Write a file so that it appears whole or not at all.
 
     Args:
         path: Where; its folder is made if it is not there.
-        content: A text, which is written as UTF-8 with its newlines as they are, or bytes.
+        content: A text or its parts, which are written as UTF-8 with their newlines as they are, or bytes.
     """
-    content = content.encode() if isinstance(content, str) else content
+    parts = [content] if isinstance(content, str | bytes) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(content)
+            file.writelines(part.encode() if isinstance(part, str) else part for part in parts)
         Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except BaseException:
@@ -49,13 +49,15 @@ def write_columns(path: Path, tables: Mapping[str, Mapping[str, npt.NDArray[Any]
         tables: The columns of each table by its name.
         label: Header of the first column, which holds the names of the tables.
     """
-    lines = [",".join([label, *next(iter(tables.values()), ())])]
-    for name, columns in tables.items():
-        # Part by part, so that the texts of a part find room where those of the last one were.
-        for begin in range(0, max(map(len, columns.values()), default=0), _NUM_ROWS):
-            part = [values[begin : begin + _NUM_ROWS] for values in columns.values()]
-            lines += ["\n".join(map(",".join, zip(*_cells(name, part), strict=True)))]
-    write_whole(path, "\n".join(lines) + "\n")
+    header = [label, *next(iter(tables.values()), ())]
+    write_whole(path, chain([",".join(header) + "\n"], *starmap(_lines, tables.items())))
+
+
+def _lines(name: str, columns: Mapping[str, npt.NDArray[Any]]) -> Iterator[str]:
+    """Yield a table's lines part by part, so that each part finds the memory that the last one gave back."""
+    for begin in range(0, max(map(len, columns.values())), _NUM_ROWS):
+        part = [values[begin : begin + _NUM_ROWS] for values in columns.values()]
+        yield "\n".join(map(",".join, zip(*_cells(name, part), strict=True))) + "\n"
 
 
 def _cells(name: str, columns: Sequence[npt.NDArray[Any]]) -> Iterator[Sequence[str]]:
