@@ -1,7 +1,6 @@
 """The columns of a run: one value for each step or request, worked out for a whole decode run at once."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import nan
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ _NAMES = (
     *(f"num_skipped_for_{reason}" for reason in SKIP_REASONS),
     "num_finished",
     *PoolState._fields,
-    *("num_copied_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks"),
+    *("num_copied_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks", "is_short"),
 )
 
 
@@ -42,42 +41,38 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     for part in parts:
         place = len(starts)
         if isinstance(part, StepRecord):
-            counts += (*_counts(part), 0)
+            counts += _counts(part)
             lengths.append(1)
             starts.append(part.start)
             durations.append(part.duration)
-            device_durations.append(nan if part.device_duration is None else part.device_duration)
+            device_durations.append(np.nan if part.device_duration is None else part.device_duration)
             finished += [place] * len(part.finished)
             continue
         for length, first in _segment_counts(part):
-            counts += (*first, part.is_short)
+            counts += first
             lengths.append(length)
-        starts.append(part.start)
-        starts += part.ends
-        starts.pop()
+        starts += (part.start, *part.ends[:-1])
         durations += part.durations
-        device_durations += [nan] * len(part)
+        device_durations += [np.nan] * len(part)
         taken += [place + offset for offset in part.taken_in]
         finished += [place + offset for offset, ids in part.finished for _ in ids]
-    names = (*_NAMES, "is_short")
-    table = np.array(counts, dtype=np.int64).reshape(-1, len(names)).T
+    table = np.array(counts, dtype=np.int64).reshape(-1, len(_NAMES)).T
+    # A column that never changes, as most are, is one value.
     columns = {
-        # Most columns never change, and one value is enough for all steps.
         name: np.repeat(values, lengths)
-        if np.any(values != values[:1])
+        if np.any(np.diff(values))
         else np.broadcast_to(values[:1], len(starts))
-        for name, values in zip(names, table, strict=True)
+        for name, values in zip(_NAMES, table, strict=True)
     }
     # From step to step of a segment each row has one token more, and blocks are taken.
     begins = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
     offsets = np.arange(len(starts)) - begins
     num_new = np.bincount(taken, minlength=len(starts))
     num_taken = num_new.cumsum() - (num_new.cumsum() - num_new)[begins]
-    columns["step"] = columns["step"] + offsets
-    for name in ("num_context_tokens", "num_held_tokens"):
-        columns[name] = columns[name] + offsets * columns["num_scheduled"]
-    columns["num_held_blocks"] = columns["num_held_blocks"] + num_taken
-    columns["num_external_blocks"] = columns["num_external_blocks"] - num_taken * columns.pop("is_short")
+    num_decoded = offsets * columns["num_scheduled"]
+    grown = {"step": offsets, "num_context_tokens": num_decoded, "num_held_tokens": num_decoded}
+    grown |= {"num_held_blocks": num_taken, "num_external_blocks": -num_taken * columns.pop("is_short")}
+    columns |= {name: columns[name] + values for name, values in grown.items()}
     columns["num_finished"] = np.bincount(finished, minlength=len(starts))
     seconds = {"start_s": starts, "duration_s": durations, "device_duration_s": device_durations}
     times = {name: np.array(values, dtype=np.float64) for name, values in seconds.items()}
@@ -126,6 +121,7 @@ def _counts(record: StepRecord) -> tuple[int, ...]:
         len(record.finished),
         *record.pool,
         *(map(plan.num_transfers, _TRANSFERS) if plan.transfers else (0, 0, 0)),
+        0,
     )
 
 
@@ -145,6 +141,6 @@ def _segment_counts(run: DecodeRun) -> Iterator[tuple[int, tuple[int, ...]]]:
                 *count_skipped(reasons, closed, pool[1]),
                 0,
                 *pool,
-                *(0, 0, 0),
+                *(0, 0, 0, run.is_short),
             ),
         )

@@ -64,20 +64,18 @@ def _cells(name: str, columns: Sequence[npt.NDArray[Any]]) -> Iterator[Sequence[
     """Yield the texts of columns; those of neighbours that seldom change are one text a row."""
     number = len(columns[0])
     yield [_text(name)] * number
-    changes = [values[1:] != values[:-1] if values.dtype.kind == "i" else None for values in columns]
-    for is_constant, group in groupby(zip(columns, changes, strict=True), _seldom_changes):
-        neighbours, changed = zip(*group, strict=True)
+    for is_constant, group in groupby(columns, _seldom_changes):
+        neighbours = list(group)
         if not is_constant:
             yield from map(_texts, neighbours)
             continue
-        first = np.flatnonzero(np.append(True, np.logical_or.reduce(changed)))
+        first = np.flatnonzero(np.append(True, np.any([np.diff(values) for values in neighbours], axis=0)))
         texts = map(",".join, zip(*[_texts(values[first]) for values in neighbours], strict=True))
         yield np.repeat(np.array(list(texts), dtype=object), np.diff(first, append=number)).tolist()
 
 
-def _seldom_changes(column: tuple[npt.NDArray[Any], npt.NDArray[np.bool_] | None]) -> bool:
-    values, changes = column
-    return changes is not None and 4 * int(np.count_nonzero(changes)) < len(values)
+def _seldom_changes(values: npt.NDArray[Any]) -> bool:
+    return values.dtype.kind == "i" and 4 * int(np.count_nonzero(np.diff(values))) < len(values)
 
 
 def _texts(values: npt.NDArray[Any]) -> list[str]:
