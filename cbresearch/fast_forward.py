@@ -6,7 +6,6 @@ finishes. The trace and the scheduler's state are those of stepping, bit for bit
 """
 
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from math import inf
@@ -72,14 +71,12 @@ def fast_forward(
         The steps and the states of the requests that they finished, in order; or None if the next step has to
         be taken by itself; then nothing has changed.
     """
-    pool = scheduler.kv
-    if pool.config.prefix_caching and (
-        pool.num_cached_blocks or any(isinstance(state.prompt, tuple) for state in scheduler.running)
-    ):
-        # Each block that fills up would change what requests can share.
+    # With prefix caching, each block of known tokens that fills up would change what requests can share.
+    is_caching = scheduler.kv.config.prefix_caching
+    if is_caching and scheduler.kv.num_cached_blocks:
         return None
     batch = scheduler.decode_batch(now)
-    if batch is None:
+    if batch is None or (is_caching and any([isinstance(state.prompt, tuple) for state in batch.order])):
         return None
     passes_finishes = passes_finishes and not batch.is_waiting and not scheduler.policy.pads_finished_rows
     return _Run(scheduler, outlook, batch, now).take(until, passes_finishes)
@@ -100,16 +97,9 @@ class _Run:
         # Steps until the end of each row.
         self.lasts = outlook.num_left(order)
         self.active = list(range(len(order)))
-        # The row that takes a block next, and the step before which: each comes again a block's size of steps
-        # later, behind all others.
-        rooms = (
-            capacity - start
-            for capacity, start in zip(self.kv.capacities(self.request_ids), self.starts, strict=True)
-        )
-        self.queue = deque(sorted(zip(rooms, self.active, strict=True)))
         self.ends: list[float] = []
-        self.taken_in: list[int] = []
-        self.taken_by: list[int] = []
+        # The blocks to take in their order: the step before which, times the number of rows, plus the row.
+        self.takes: list[int] = []
         self.blocks: list[int] = []
         self.segments: list[tuple[int, int, str | None, PoolCounts]] = []
         self.finished: list[tuple[int, tuple[str, ...]]] = []
@@ -130,7 +120,15 @@ class _Run:
             passes_finishes,
             (self.kv.num_free_blocks // len(batch.order) + 2) * self.block_size,
         )
-        num_steps, closed = 0, batch.closed
+        num_steps, closed, width, most = 0, batch.closed, len(self.active), len(self.ends)
+        spaces = zip(self.active, self.kv.capacities(self.request_ids), self.starts, self.lasts, strict=True)
+        self.takes = sorted(
+            [
+                step * width + place
+                for place, capacity, start, last in spaces
+                for step in range(capacity - start, min(last, most), self.block_size)
+            ]
+        )
         for end, finishing in stretches:
             num_steps = self._take_blocks(num_steps, end, closed)
             if num_steps < end:
@@ -143,6 +141,7 @@ class _Run:
             return None
         del self.ends[num_steps:], durations[num_steps:]
         self._catch_up([batch.order[place] for place in self.active], num_steps)
+        taken = self.takes[: len(self.blocks)]
         run = DecodeRun(
             self.first_step,
             self.start,
@@ -152,8 +151,8 @@ class _Run:
             tuple(self.seats),
             tuple(self.starts),
             tuple([min(last, num_steps) for last in self.lasts]),
-            tuple(self.taken_in),
-            tuple(self.taken_by),
+            tuple([take // width for take in taken]),
+            tuple([take % width for take in taken]),
             tuple(self.blocks),
             tuple(self.segments),
             tuple(self.finished),
@@ -167,20 +166,11 @@ class _Run:
 
     def _take_blocks(self, offset: int, end: int, closed: str | None) -> int:
         """Give the rows the blocks that they need in some steps; return to which step these suffice."""
-        kv, queue, lasts, size = self.kv, self.queue, self.lasts, self.block_size
-        steps: list[int] = []
-        places: list[int] = []
-        while queue and queue[0][0] < end:
-            step, place = queue.popleft()
-            if step < lasts[place]:
-                steps.append(step)
-                places.append(place)
-                queue.append((step + size, place))
-        num_free = kv.num_free_blocks
-        if len(steps) > num_free:
-            end = steps[num_free]
-            num_free = bisect_left(steps, end)
-            del steps[num_free:], places[num_free:]
+        kv, takes, begin, width = self.kv, self.takes, len(self.blocks), len(self.starts)
+        stop = bisect_left(takes, end * width, begin)
+        if stop - begin > kv.num_free_blocks:
+            end = takes[begin + kv.num_free_blocks] // width
+            stop = bisect_left(takes, end * width, begin)
         if end == offset:
             return end
         events = kv.take_events()
@@ -190,10 +180,8 @@ class _Run:
             self.events = events
         num_rows = len(self.active)
         self.segments.append((offset, num_rows, closed, self.scheduler.pool_counts(num_rows)))
-        if steps:
-            self.taken_in += steps
-            self.taken_by += places
-            self.blocks += kv.append_blocks([self.request_ids[place] for place in places])
+        if stop > begin:
+            self.blocks += kv.append_blocks([self.request_ids[take % width] for take in takes[begin:stop]])
         self.scheduler.advance(end - offset, num_rows * (end - offset))
         return end
 

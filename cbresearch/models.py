@@ -84,7 +84,7 @@ def load(
             engine cannot serve such a model.
     """
     if name == "tiny":
-        tiny = _tiny().to(device=device, dtype=dtype)  # type: ignore[call-arg]
+        tiny = _tiny().to(device=device, dtype=dtype)
         return replace(wrap(name, tiny), encode=_encode_bytes)
     if name == "smollm2-135m":
         model, tokenizer = _from_folder(_smollm2_folder(), dtype, False)
@@ -95,7 +95,7 @@ def load(
         near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}" if near else "there is 'tiny' and 'smollm2-135m'"
         raise ValueError(f"unknown model {name!r}; {hint}; a local folder or a Hub id (org/model) works too")
-    moved = model.to(device=device, dtype=dtype)  # type: ignore[call-arg]
+    moved = model.to(device=device, dtype=dtype)
     return wrap(name, moved, tokenizer)
 
 
@@ -105,7 +105,7 @@ def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedMode
     Raises:
         ValueError: The engine cannot serve such a model.
     """
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     config = model.config.get_text_config()
     shape = ModelShape.from_config(
         config,

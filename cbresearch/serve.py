@@ -234,10 +234,11 @@ class Run:
             if outlook is not None:
                 passes_finishes = self._on_finish is None
                 run = decode_runs.fast_forward(scheduler, outlook, self.now, arrival, passes_finishes)
-            if run is not None:
+            if run is not None and outlook is not None:
                 part, finished = run
                 self.now = part.ends[-1]
-                self._add(part, self._tokens_of(part, outlook))
+                rows = zip(part.request_ids, part.num_steps, strict=True) if self._writer is not None else ()
+                self._add(part, {name: outlook.tokens(num_steps) for name, num_steps in rows})
             else:
                 plan = scheduler.schedule(self.now)
                 result = self._loop.execute(plan)
@@ -288,14 +289,6 @@ class Run:
             self._places[request.id], self._states[place] = place, state
             if self._writer is not None:
                 self._writer.queued(record_of(request, state))
-
-    def _tokens_of(self, part: DecodeRun, outlook: Outlook | None) -> Mapping[str, Sequence[int]]:
-        """Return the tokens that requests got from a decode run, if they are written."""
-        if self._writer is None or outlook is None:
-            return {}
-        tokens = outlook.tokens(len(part))
-        rows = zip(part.request_ids, part.num_steps, strict=True)
-        return {request_id: tokens[:num_steps] for request_id, num_steps in rows}
 
     def _add(self, part: StepRecord | DecodeRun, tokens: Mapping[str, int | Sequence[int]]) -> None:
         self.parts.append(part)

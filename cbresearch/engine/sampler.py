@@ -162,7 +162,8 @@ def _scores(processors: SamplingParams, scores: Tensor, rows: Sequence[tuple[_Se
     places = torch.tensor([len(output) for output in outputs], device=device)
     # None of them looks at the tokens that are known.
     nothing = torch.LongTensor(len(rows), 0)
-    return warpers(nothing, scores).double() + gumbel(keys, places, vocab_size)
+    warped: Tensor = warpers(nothing, scores)
+    return warped.double() + gumbel(keys, places, vocab_size)
 
 
 def _logprobs(logits: Tensor, numbers: Sequence[int | None], tokens: Tensor) -> dict[int, TokenLogprobs]:

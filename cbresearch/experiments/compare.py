@@ -183,8 +183,8 @@ class Comparison:
             files.callback(write_columns, Path(folder, "steps.csv"), steps, "policy")
             files.callback(write_columns, Path(folder, "requests.csv"), requests, "policy")
             # On one line, for the tokens are millions: json writes that five times as fast as indented lines.
-            text = json.dumps(results, allow_nan=False) + "\n"
-            files.callback(write_whole, Path(folder, "results.json"), text)
+            text = json.dumps(results, allow_nan=False)
+            files.callback(write_whole, Path(folder, "results.json"), [text, "\n"])
 
 
 def compare(

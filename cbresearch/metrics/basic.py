@@ -123,9 +123,10 @@ def itl(trace: Trace) -> Summary:
     Long outputs weigh more than in `tpot`, and a stall shows instead of being averaged away.
     """
     times, offsets = trace.token_times
-    follows = np.ones(len(times), dtype=bool)
-    follows[offsets[offsets < len(times)]] = False
-    return summarize(np.diff(times, prepend=0.0)[follows])
+    gaps = np.diff(times)
+    is_within = np.ones(len(times) + 1, dtype=bool)
+    is_within[offsets] = False
+    return summarize(gaps[is_within[1 : len(gaps) + 1]])
 
 
 def latency(trace: Trace) -> Summary:

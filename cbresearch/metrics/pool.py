@@ -108,11 +108,11 @@ def _reserved(trace: Trace) -> npt.NDArray[np.int64]:
         if isinstance(part, StepRecord):
             for request_id in (*part.plan.preempted, *part.plan.aborted):
                 leave(request_id, step)
-            for entry in part.plan.scheduled:
+            for request_id, _, start, num_tokens, _, _, new_block_ids in part.plan.rows:
                 # What a request finds computed when it is admitted is not among the tokens of the steps.
-                changes[step] -= 0 if entry.request_id in computed else entry.start
-                computed[entry.request_id] = entry.context_length
-                grow(entry.request_id, len(entry.new_block_ids), step)
+                changes[step] -= 0 if request_id in computed else start
+                computed[request_id] = start + num_tokens
+                grow(request_id, len(new_block_ids), step)
             step += 1
             for request_id in part.finished:
                 leave(request_id, step)

@@ -18,14 +18,13 @@ _TIMES = ("arrival", "queued", "first_scheduled", "first_token", "finish", "ttft
 _TOKENS = ("num_prompt_tokens", "num_output_tokens", "max_tokens")
 _TRANSFERS = ("copy", "swap_out", "swap_in")
 _COUNTS = ("num_preemptions", "num_cached_tokens", "num_recomputed_tokens")
-_NONE_SKIPPED = (0,) * len(SKIP_REASONS)
 _NAMES = (
     *("step", "num_scheduled", "num_tokens", "num_prefill_tokens", "num_decode_tokens", "num_padding_rows"),
     *("num_context_tokens", "num_sampled_tokens", "num_admitted", "num_preempted"),
     *(f"num_skipped_for_{reason}" for reason in SKIP_REASONS),
     "num_finished",
     *PoolState._fields,
-    *("num_copied_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks"),
+    *("num_copied_blocks", "num_swapped_out_blocks", "num_swapped_in_blocks", "is_short"),
 )
 
 
@@ -36,40 +35,44 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     lengths: list[int] = []
     starts: list[float] = []
     durations: list[float] = []
-    device_durations: list[float | None] = []
+    device_durations: list[float] = []
     taken: list[int] = []
     finished: list[int] = []
     for part in parts:
         place = len(starts)
         if isinstance(part, StepRecord):
-            counts += (*_counts(part), 0)
+            counts += _counts(part)
             lengths.append(1)
             starts.append(part.start)
             durations.append(part.duration)
-            device_durations.append(part.device_duration)
+            device_durations.append(np.nan if part.device_duration is None else part.device_duration)
             finished += [place] * len(part.finished)
             continue
         for length, first in _segment_counts(part):
-            counts += (*first, part.is_short)
+            counts += first
             lengths.append(length)
         starts += (part.start, *part.ends[:-1])
         durations += part.durations
-        device_durations += [None] * len(part)
+        device_durations += [np.nan] * len(part)
         taken += [place + offset for offset in part.taken_in]
         finished += [place + offset for offset, ids in part.finished for _ in ids]
-    names = (*_NAMES, "is_short")
-    table = np.array(counts, dtype=np.int64).reshape(-1, len(names)).T
-    columns = {name: np.repeat(values, lengths) for name, values in zip(names, table, strict=True)}
+    table = np.array(counts, dtype=np.int64).reshape(-1, len(_NAMES)).T
+    # A column that never changes, as most are, is one value.
+    columns = {
+        name: np.repeat(values, lengths)
+        if np.any(np.diff(values))
+        else np.broadcast_to(values[:1], len(starts))
+        for name, values in zip(_NAMES, table, strict=True)
+    }
     # From step to step of a segment each row has one token more, and blocks are taken.
     begins = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
     offsets = np.arange(len(starts)) - begins
     num_new = np.bincount(taken, minlength=len(starts))
     num_taken = num_new.cumsum() - (num_new.cumsum() - num_new)[begins]
-    columns["step"] += offsets
-    columns["num_context_tokens"] += offsets * columns["num_scheduled"]
-    columns["num_held_tokens"] += offsets * columns["num_scheduled"]
-    columns["num_held_blocks"] += num_taken
-    columns["num_external_blocks"] -= num_taken * columns.pop("is_short")
+    num_decoded = offsets * columns["num_scheduled"]
+    grown = {"step": offsets, "num_context_tokens": num_decoded, "num_held_tokens": num_decoded}
+    grown |= {"num_held_blocks": num_taken, "num_external_blocks": -num_taken * columns.pop("is_short")}
+    columns |= {name: columns[name] + values for name, values in grown.items()}
     columns["num_finished"] = np.bincount(finished, minlength=len(starts))
     seconds = {"start_s": starts, "duration_s": durations, "device_duration_s": device_durations}
     times = {name: np.array(values, dtype=np.float64) for name, values in seconds.items()}
@@ -112,7 +115,7 @@ def fixed(columns: Columns) -> Columns:
 
 def _counts(record: StepRecord) -> tuple[int, ...]:
     """Return the counts of a step, in the order of `_NAMES`."""
-    plan, skipped = record.plan, record.num_skipped()
+    plan = record.plan
     num_prefill = num_context = num_decode = num_sampled = 0
     for _, _, start, num_tokens, is_prefill, samples, _ in plan.rows:
         num_prefill += num_tokens if is_prefill else 0
@@ -124,10 +127,11 @@ def _counts(record: StepRecord) -> tuple[int, ...]:
         *(plan.step, len(plan.scheduled), num_prefill + num_decode + num_padding, num_prefill, num_decode),
         *(num_padding, num_context + sum([row.context_length for row in plan.padding]), num_sampled),
         *(len(plan.admitted), len(plan.preempted)),
-        *[skipped.get(reason, 0) for reason in SKIP_REASONS],
+        *record.skip_counts(),
         len(record.finished),
         *record.pool,
         *(map(plan.num_transfers, _TRANSFERS) if plan.transfers else (0, 0, 0)),
+        0,
     )
 
 
@@ -137,7 +141,6 @@ def _segment_counts(run: DecodeRun) -> Iterator[tuple[int, tuple[int, ...]]]:
     num_padding, padding_context = len(run.padding), sum([row.context_length for row in run.padding])
     for segment, begin, end in run.bounds():
         _, num_rows, closed, pool = segment
-        skipped = count_skipped(reasons, closed, pool[1]) if pool[1] or reasons else {}
         starts = [start for start, last in zip(run.starts, run.num_steps, strict=True) if last > begin]
         context = sum(starts) + num_rows * (begin + 1) + padding_context
         yield (
@@ -145,9 +148,9 @@ def _segment_counts(run: DecodeRun) -> Iterator[tuple[int, tuple[int, ...]]]:
             (
                 *(run.first_step + begin, num_rows, num_rows + num_padding, 0, num_rows),
                 *(num_padding, context, num_rows, 0, 0),
-                *([skipped.get(reason, 0) for reason in SKIP_REASONS] if skipped else _NONE_SKIPPED),
+                *count_skipped(reasons, closed, pool[1]),
                 0,
                 *pool,
-                *(0, 0, 0),
+                *(0, 0, 0, run.is_short),
             ),
         )

@@ -7,7 +7,7 @@ from itertools import pairwise
 from typing import ClassVar
 
 from cbresearch.request import TokenLogprobs
-from cbresearch.step import NO_EVENTS, BlockEvents, Plan, PoolState
+from cbresearch.step import NO_EVENTS, SKIP_REASONS, BlockEvents, Plan, PoolState
 from cbresearch.version import __version__
 
 __all__ = ["Origin", "RequestRecord", "StepRecord"]
@@ -71,26 +71,30 @@ class StepRecord:
 
     def num_skipped(self) -> Counter[str]:
         """Return how many requests the step did not serve, by reason, those that lost their seat aside."""
+        return Counter(dict(zip(SKIP_REASONS, self.skip_counts(), strict=True)))
+
+    def skip_counts(self) -> list[int]:
+        """Return the values of `num_skipped`, in the order of `SKIP_REASONS`."""
         plan = self.plan
         lost = set(plan.preempted)
         lost -= {request_id for request_id, *_ in plan.rows} if lost else set()
-        listed = [reason for request_id, reason in plan.skipped if request_id not in lost]
+        listed = [reason for request_id, reason in tuple.__iter__(plan.skipped) if request_id not in lost]
         unserved = self.pool.num_running + self.pool.num_waiting - len(plan.scheduled) - len(lost)
         return count_skipped(listed, plan.closed, unserved)
 
 
-def count_skipped(listed: Sequence[str], closed: str | None, num_unserved: int) -> Counter[str]:
-    """Return how many requests a step did not serve, by reason.
+def count_skipped(listed: Sequence[str], closed: str | None, num_unserved: int) -> list[int]:
+    """Return how many requests a step did not serve, in the order of `SKIP_REASONS`.
 
     Args:
         listed: Reasons of the requests that the plan lists.
         closed: Why no other waiting request could join; those are not listed one by one.
         num_unserved: Requests that were not served, listed or not.
     """
-    reasons = Counter(listed)
+    counts = [listed.count(reason) for reason in SKIP_REASONS] if listed else [0] * len(SKIP_REASONS)
     # A request that was aborted while the step ran is in the plan and in no queue.
-    reasons[closed or "policy"] += max(0, num_unserved - len(listed))
-    return reasons
+    counts[SKIP_REASONS.index(closed or "policy")] += max(0, num_unserved - len(listed))
+    return counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,7 @@ def write_report(
     """
     _require_runs(traces)
     terms = reporting or Reporting()
-    rows = _key_figures(traces, bytes_per_token, terms) if kpi is None else list(kpi)
+    rows = metrics.kpi_table(traces, bytes_per_token, terms) if kpi is None else list(kpi)
     compared = [_prediction(row) for row in predictions]
     html = render(
         "report.html.jinja",
@@ -110,7 +110,7 @@ def first_section(
         "first_section.html.jinja",
         css=asset("report.css"),
         summary=summary_of(traces, terms),
-        kpi=_cells(_key_figures(traces, bytes_per_token, terms), traces),
+        kpi=_cells(metrics.kpi_table(traces, bytes_per_token, terms), traces),
         labels=list(traces),
     )
 
@@ -244,10 +244,6 @@ def _png(fig: Figure) -> str:
 def _require_runs(traces: Mapping[str, Trace]) -> None:
     if not traces:
         raise ValueError("there is no run to report; give at least one trace")
-
-
-def _key_figures(traces: Mapping[str, Trace], bytes_per_token: int | None, terms: Reporting) -> list[KpiRow]:
-    return metrics.kpi_table(traces, bytes_per_token, terms)
 
 
 def _cells(rows: Iterable[KpiRow], traces: Mapping[str, Trace]) -> list[list[Any]]:

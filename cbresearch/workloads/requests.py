@@ -131,7 +131,8 @@ def resolve_prompts(
         if isinstance(request, Request):
             try:
                 prompt = _resolved(request.prompt, encode, vocab_size, [seed, position])
-                request = replace(request, prompt=prompt)
+                # To make a request anew checks all of it again.
+                request = request if prompt is request.prompt else replace(request, prompt=prompt)
             except ValueError as error:
                 request = Rejected(request.id, f"request {request.id!r}: {error}", request.arrival)
         resolved.append(request)
