@@ -156,4 +156,4 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
             # A hook that is a method would otherwise tell a copy of its owner.
             kept += value.values() if name.endswith("_hooks") else [value] * isinstance(value, Tensor)
         shared.update((id(value), value) for value in kept)
-    return copy.deepcopy(model, memo=shared).eval()  # type: ignore[no-any-return, no-untyped-call]
+    return copy.deepcopy(model, memo=shared).eval()
