@@ -46,7 +46,7 @@ lint: $(READY)
 	$(PY) tests/budget.py
 
 test: lint
-	$(CHECKED) $(PY) -m pytest -n 2 tests
+	$(CHECKED) $(PY) -m pytest -p no:nbval -n 2 tests
 	$(CHECKED) $(PY) -m pytest --nbval --nbval-current-env --dist loadscope -n 2 --nbval-cell-timeout=120 notebooks
 
 # The address that is printed opens the first notebook, for where no browser is, as over ssh or in a container.

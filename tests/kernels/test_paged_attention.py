@@ -14,7 +14,7 @@ from torch import Tensor
 from cbresearch import kernels
 from cbresearch.kernels import attend, paged_attention
 
-NUM_BATCHES, BATCH = 15, 20
+NUM_BATCHES, BATCH = 10, 20
 
 
 def branches(case: Case) -> set[str]:
