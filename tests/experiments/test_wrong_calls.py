@@ -84,7 +84,7 @@ CAPACITY = [
         *((sweep, {"workloads": draw, "policies": "fcfs", "cost": never}, *case) for case in SWEEP),
         *((capacity, {"workload": at_rate, "slo": Slo(1), "cost": never}, *case) for case in CAPACITY),
     ],
-    ids=lambda value: str(value)[:40] if isinstance(value, dict) else getattr(value, "__name__", ""),
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else getattr(value, "__name__", ""),
 )
 def test_a_wrong_argument_is_refused_before_any_run_with_the_remedy(function, right, changes, said):
     given = {**right, **changes}

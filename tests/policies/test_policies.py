@@ -799,7 +799,7 @@ def test_register_keeps_the_name_of_a_policy_of_another_module(registry, module,
         policies.register(in_module(module, qualname, name))
 
 
-@pytest.mark.parametrize("given", [Policy(), "mine", int, None], ids=repr)
+@pytest.mark.parametrize("given", [Policy(), "mine", int, None], ids=lambda one: type(one).__name__)
 def test_register_takes_a_policy_class_only(registry, given):
     with pytest.raises(TypeError, match="is no policy class; register the class itself, derived from Policy"):
         policies.register(given)
