@@ -42,7 +42,7 @@ LAB = {
     "viz export __main__": 2000,
 }
 # The aim is 6,000.
-MOST_CORE = 6560
+MOST_CORE = 6570
 MOST_LAB = 6000
 MOST_ALL = 12_000
 MOST_JAVASCRIPT = 1200
