@@ -62,7 +62,7 @@ def attend_tile(
     else:
         i_block = tl.load(p_table + o_key // BLOCK_SIZE).to(tl.int64)
         o_slot = o_key % BLOCK_SIZE
-    # An index times its stride passes 2**31 in pools of a few GB, a slot's only where slots lie outermost.
+    # A block's number times its stride passes 2**31 in pools of a few GB.
     if IS_FAR:
         o_slot = o_slot.to(tl.int64)
     o_k = (i_block * stride_k_block + o_slot * stride_k_slot)[:, None]
@@ -129,12 +129,14 @@ def attend_kernel(
 
     o_row = tl.arange(0, TILE_ROWS)
     o_query = o_row // GROUP
-    o_head = (i_kv_head * GROUP + o_row % GROUP).to(tl.int64)
+    o_head = i_kv_head * GROUP + o_row % GROUP
+    if IS_FAR:
+        o_head = o_head.to(tl.int64)
     m_row = o_query < num_queries
     o_position = position + o_query
     o_d = tl.arange(0, BLOCK_D)
     m_q = m_row[:, None] & (o_d < HEAD_DIM)[None, :]
-    o_token = i_token.to(tl.int64) + o_query
+    o_token = (i_token + o_query).to(tl.int64)
     o_q = o_token * stride_q_token + o_head * stride_q_head
     b_q = tl.load(q + o_q[:, None] + o_d[None, :], mask=m_q, other=0.0)  # [TILE_ROWS, BLOCK_D]
 
@@ -180,7 +182,7 @@ def attend_kernel(
     b_acc = b_acc * (1.0 / b_sum)[:, None]
     i_partial = tl.load(p_item + 6)
     if IS_SPLIT and i_partial >= 0:
-        o_partial = (i_partial.to(tl.int64) + o_query) * (NUM_KV_HEADS * GROUP) + o_head
+        o_partial = (i_partial + o_query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + o_head
         tl.store(partial_out + o_partial[:, None] * HEAD_DIM + o_d[None, :], b_acc, mask=m_q)
         tl.store(partial_lse + o_partial, b_max * unit + tl.log2(b_sum), mask=m_row)
     else:
@@ -280,8 +282,8 @@ def paged_attention(
     partial_lse = torch.empty((plan.num_partials, num_heads), dtype=torch.float32, device=q.device)
     partial_out = torch.empty((*partial_lse.shape, head_dim), dtype=torch.float32, device=q.device)
     block_d = max(16, power_of_two(head_dim))
-    # In 64 bits a slot's offset takes registers that let more programs run side by side.
-    is_far = k_cache.shape[1] * max(k_cache.stride(1), v_cache.stride(1)) >= 2**31
+    # Offsets of heads and slots in 64 bits take registers, of which ordinary layouts have better use.
+    extents = [tensor.shape[1] * tensor.stride(1) for tensor in (q, out, k_cache, v_cache)]
     for work in plan.works:
         attend_kernel[(len(work.items) * num_kv_heads,)](
             q, k_cache, v_cache, out, partial_out, partial_lse, work.items, block_tables, sinks,
@@ -289,7 +291,7 @@ def paged_attention(
             *out.stride()[:2], block_tables.stride(0),
             NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=head_dim, BLOCK_D=block_d,
             BLOCK_SIZE=k_cache.shape[1], TILE_ROWS=work.launch.tile_rows, TILE_KEYS=work.launch.tile_keys,
-            IS_SPLIT=work.is_split, IS_WIDE=work.is_wide, IS_FAR=is_far,
+            IS_SPLIT=work.is_split, IS_WIDE=work.is_wide, IS_FAR=max(extents) >= 2**31,
             num_warps=work.launch.num_warps, num_stages=work.launch.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     if len(plan.merges):
