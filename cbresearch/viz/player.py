@@ -154,7 +154,7 @@ def player_data(
         },
         "kpi": [[row.name, row.unit, list(row.values), list(row.sizes)] for row in rows],
         "speedups": _speed_ups(traces),
-        "predictions": [_prediction(row) for row in predictions],
+        "predictions": [[_name(name), *texts] for name, *texts in map(prediction_cells, predictions)],
         "looks": [
             [policy_look(trace.policy).color, _DASHES[place % len(_DASHES)]]
             for place, trace in enumerate(traces.values())
@@ -369,11 +369,12 @@ def _speed_ups(traces: Mapping[str, Trace]) -> list[list[str]]:
     ]
 
 
-def _prediction(row: Sequence[Any]) -> list[str]:
+def prediction_cells(row: Sequence[Any]) -> list[str]:
+    """Return a row of (quantity, predicted, measured, relative error) as texts; ValueError if it is none."""
     if len(row) != 4:
         raise ValueError(f"prediction {tuple(row)!r} must be (quantity, predicted, measured, relative error)")
     quantity, predicted, measured, error = row
-    return [_name(str(quantity)), text.number(predicted), text.number(measured), text.percent(error)]
+    return [str(quantity), text.number(predicted), text.number(measured), text.percent(error)]
 
 
 def _finding(label: str, trace: Trace) -> str:

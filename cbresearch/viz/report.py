@@ -15,7 +15,7 @@ from cbresearch.metrics import KpiRow
 from cbresearch.metrics.reporting import Reporting
 from cbresearch.trace import RequestRecord, Trace, write_whole
 from cbresearch.viz import charts, memory, style, text, timeline
-from cbresearch.viz.player import player_html
+from cbresearch.viz.player import player_html, prediction_cells
 from cbresearch.viz.templates import asset, render
 
 Answer = tuple[str, Mapping[str, str]]
@@ -63,7 +63,7 @@ def write_report(
     _require_runs(traces)
     terms = reporting or Reporting()
     rows = metrics.kpi_table(traces, bytes_per_token, terms) if kpi is None else list(kpi)
-    compared = [_prediction(row) for row in predictions]
+    compared = list(predictions)
     html = render(
         "report.html.jinja",
         title=title,
@@ -72,10 +72,7 @@ def write_report(
         summary=summary_of(traces, terms),
         kpi=_cells(rows, traces),
         labels=list(traces),
-        predictions=[
-            (quantity, text.number(predicted), text.number(measured), text.percent(error))
-            for quantity, predicted, measured, error in compared
-        ],
+        predictions=[prediction_cells(row) for row in compared],
         pictures=_drawn(_pictures(traces)),
         player=player_html(traces, predictions=compared, kpi=rows),
         answers=[(prompt, _grouped(texts)) for prompt, texts in answers],
@@ -255,12 +252,6 @@ def _cells(rows: Iterable[KpiRow], traces: Mapping[str, Trace]) -> list[list[Any
         sizes = row.sizes or [""] * len(row.values)
         found.append([row.name, row.unit, *zip(row.values, sizes, strict=True)])
     return found
-
-
-def _prediction(row: Sequence[Any]) -> tuple[Any, ...]:
-    if len(row) != 4:
-        raise ValueError(f"prediction {tuple(row)!r} must be (quantity, predicted, measured, relative error)")
-    return tuple(row)
 
 
 def _grouped(texts: Mapping[str, str]) -> list[tuple[list[str], str]]:
