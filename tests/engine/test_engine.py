@@ -295,7 +295,7 @@ def test_real_weights_give_the_tokens_of_generate_on_every_preset_prompt(top_two
     rng = np.random.default_rng(0)
     drawn = resolve_prompts(load("chat24", rng), loaded.encode, loaded.shape.vocab_size, rng)
     # `generate` takes long for each token.
-    requests = [replace(request, max_tokens=min(12, request.max_tokens)) for request in drawn]
+    requests = [replace(request, max_tokens=min(6, request.max_tokens)) for request in drawn]
     assert len(requests) == 24
     trace = run(loaded, requests, "fcfs", SchedulerConfig(8), CacheConfig(100, prefix_caching=True))
     expected = {}
