@@ -60,10 +60,10 @@ def write_report(
     Raises:
         ValueError: There is no run, or a row has the wrong number of values.
     """
-    _require_runs(traces)
-    terms = reporting or Reporting()
+    terms, compared = reporting or Reporting(), list(predictions)
     rows = metrics.kpi_table(traces, bytes_per_token, terms) if kpi is None else list(kpi)
-    compared = [_prediction(row) for row in predictions]
+    # First, for it refuses to play no run, and rows of the wrong length.
+    player = player_html(traces, predictions=compared, kpi=rows)
     html = render(
         "report.html.jinja",
         title=title,
@@ -77,7 +77,7 @@ def write_report(
             for quantity, predicted, measured, error in compared
         ],
         pictures=_drawn(_pictures(traces)),
-        player=player_html(traces, predictions=compared, kpi=rows),
+        player=player,
         answers=[(prompt, _grouped(texts)) for prompt, texts in answers],
         errors=[
             ("Rejected requests", "rejected", _errors(traces, are_rejected=True)),
@@ -104,7 +104,8 @@ def first_section(
     Raises:
         ValueError: There is no run.
     """
-    _require_runs(traces)
+    if not traces:
+        raise ValueError("there is no run to report; give at least one trace")
     terms = reporting or Reporting()
     return render(
         "first_section.html.jinja",
@@ -241,11 +242,6 @@ def _png(fig: Figure) -> str:
     return base64.b64encode(buffer.getvalue()).decode("ascii")
 
 
-def _require_runs(traces: Mapping[str, Trace]) -> None:
-    if not traces:
-        raise ValueError("there is no run to report; give at least one trace")
-
-
 def _cells(rows: Iterable[KpiRow], traces: Mapping[str, Trace]) -> list[list[Any]]:
     """Return key figures as rows of cells, a value with the sample size behind it where there is one."""
     found = []
@@ -255,12 +251,6 @@ def _cells(rows: Iterable[KpiRow], traces: Mapping[str, Trace]) -> list[list[Any
         sizes = row.sizes or [""] * len(row.values)
         found.append([row.name, row.unit, *zip(row.values, sizes, strict=True)])
     return found
-
-
-def _prediction(row: Sequence[Any]) -> tuple[Any, ...]:
-    if len(row) != 4:
-        raise ValueError(f"prediction {tuple(row)!r} must be (quantity, predicted, measured, relative error)")
-    return tuple(row)
 
 
 def _grouped(texts: Mapping[str, str]) -> list[tuple[list[str], str]]:
