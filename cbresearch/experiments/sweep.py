@@ -170,7 +170,7 @@ def sweep(
         n_jobs: Processes at once, -1 for all cores; None is 1, or what `joblib.parallel_config` says.
 
     Raises:
-        TypeError: The cost, the SLO or a limit is of another class.
+        TypeError: A policy, the cost, the SLO or a limit is of another class.
         ValueError: Something is given twice or not at all, a function has no name, the folder cannot be
             written, or, with a folder, what the runs depend on cannot be read.
     """
@@ -178,7 +178,7 @@ def sweep(
         label: os.fspath(workload) if isinstance(workload, os.PathLike) else workload
         for label, workload in _labelled(workloads, _workload_label, "workload").items()
     }
-    chosen = _labelled(policies, _policy_label, "policy")
+    chosen = _labelled(policies, lambda policy: getattr(policy, "name", str(policy)), "policy")
     limits = SchedulerConfig() if scheduler is None else scheduler
     schedulers = distinct(as_list(limits, SchedulerConfig), "SchedulerConfig")
     caches = distinct(as_list(cache, CacheConfig), "CacheConfig")
@@ -246,20 +246,16 @@ def _workload_label(workload: Any) -> str | None:
     return None if name == "<lambda>" else name
 
 
-def _policy_label(policy: Any) -> str | None:
-    if isinstance(policy, str):
-        return policy
-    if isinstance(policy, Policy):
-        return policy.name
-    raise ValueError(f"the policy {policy!r} is neither a name nor a policy; build it, as in MyPolicy()")
-
-
 def _built(policy: str | Policy) -> Policy | str:
-    """Return the policy, or what is wrong with its name."""
+    """Return the policy, or what is wrong with its name; raise TypeError if it is neither.
+
+    It is built here, for what a notebook registered is not known in other processes.
+    """
     try:
-        # By name only here: what a notebook registered is not known in other processes.
-        return get(policy) if isinstance(policy, str) else policy
+        return get(policy)
     except Exception as error:
+        if not isinstance(policy, str):
+            raise
         return f"{type(error).__name__}: {error}"
 
 

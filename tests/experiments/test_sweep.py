@@ -150,8 +150,6 @@ def test_a_policy_that_cannot_be_sent_to_a_worker_fails_alone():
     [
         ({"policies": []}, ["no policy is given"]),
         ({"policies": ["fcfs", "sjf", "fcfs"]}, ["policy 'fcfs'", "twice"]),
-        ({"policies": [policies.Policy]}, ["neither a name nor a policy"]),
-        ({"policies": 3}, ["policy 3"]),
         ({"workloads": lambda rng: []}, ["has no name", "'mine'"]),
         ({"workloads": [Request("a", 1, 1)]}, ["Request", "neither a name nor a function"]),
         ({"workloads": {}}, ["no workload is given"]),

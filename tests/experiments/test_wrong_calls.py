@@ -51,7 +51,9 @@ COMPARE = [
 ]
 SWEEP = [
     ({"workloads": 3}, "the workload 3 is neither a name nor a function"),
-    ({"policies": 3}, "the policy 3 is neither a name nor a policy"),
+    ({"policies": 3}, "the policy is 3; give the name"),
+    ({"policies": ["fcfs", None]}, "the policy is None; give the name"),
+    ({"policies": [policies.Policy]}, "give the name of one, or a policy built from its class"),
     ({"cost": 3}, "cost is 3; give a function"),
     ({"scheduler": 8}, "scheduler is 8; give a SchedulerConfig("),
     ({"cache": 64}, "cache is 64; give a CacheConfig("),
