@@ -222,6 +222,8 @@ def _compare(options: argparse.Namespace) -> Comparison:
 
     limits = SchedulerConfig(**chosen("max_num_seqs", "max_num_batched_tokens", "preemption"))
     pool = chosen("num_blocks", "block_size", "prefix_caching", "num_host_blocks")
+    # Numbers that no pool can have are refused before a model is loaded.
+    default_cache((), limits, **pool)
     given = {"scheduler": limits, "cache": partial(default_cache, **pool), "seed": options.seed}
     if options.command == "simulate":
         given["cost"] = costs.parse(options.cost)

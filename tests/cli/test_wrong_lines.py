@@ -81,6 +81,9 @@ LINES = [
     ("simulate", {"--output": "taken"}, [], ["'taken'", "File exists", "name another folder"]),
     ("simulate", {"--output": "taken/deeper"}, [], ["taken", "Not a directory", "name another folder"]),
     ("simulate", {"--output": "out"}, [], ["report.html", "name another"]),
+    ("compare", {"--model": "org/nowhere"}, ["--num-blocks", "0"], ["num_blocks is 0", "at least 1"]),
+    ("compare", {"--model": "org/nowhere"}, ["--host-blocks", "-1"], ["num_host_blocks is -1", "at least 0"]),
+    ("compare", {"--model": "org/nowhere"}, ["--seed", "-1"], ["seed is -1", "at least 0"]),
 ]
 
 
