@@ -211,9 +211,6 @@ def _list_policies() -> int:
 
 
 def _reporting(options: argparse.Namespace) -> Reporting:
-    for name, value in (("--seed", options.seed), ("--host-blocks", options.num_host_blocks)):
-        if value is not None and value < 0:
-            raise ValueError(f"{name} is {value}; it must be 0 or more")
     ttft, tpot = options.slo_ttft, options.slo_tpot
     slo = None if ttft is None and tpot is None else Slo(ttft=ttft, tpot=tpot)
     return Reporting(slo, options.price_per_hour, options.currency)
@@ -225,6 +222,8 @@ def _compare(options: argparse.Namespace) -> Comparison:
 
     limits = SchedulerConfig(**chosen("max_num_seqs", "max_num_batched_tokens", "preemption"))
     pool = chosen("num_blocks", "block_size", "prefix_caching", "num_host_blocks")
+    # Numbers that no pool can have are refused before a model is loaded.
+    default_cache((), limits, **pool)
     given = {"scheduler": limits, "cache": partial(default_cache, **pool), "seed": options.seed}
     if options.command == "simulate":
         given["cost"] = costs.parse(options.cost)

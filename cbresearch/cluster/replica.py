@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from cbresearch import policies
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
-from cbresearch.experiments.points import check_call
 from cbresearch.request import Request, RequestState
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop
-from cbresearch.simulator import CostExecutor
+from cbresearch.simulator import CostExecutor, check_limits
 from cbresearch.step import Plan, StepResult
 from cbresearch.trace import StepRecord
 
@@ -44,7 +43,9 @@ class ReplicaConfig:
         if self.role not in ROLES:
             raise ValueError(f"a replica's role is {self.role!r}; choose one of {ROLES}")
         policies.get(self.policy)
-        check_call(self.cost, scheduler=(self.scheduler, SchedulerConfig), cache=(self.cache, CacheConfig))
+        # Refuses a cost that cannot be called.
+        CostExecutor(self.cost)
+        check_limits(scheduler=(self.scheduler, SchedulerConfig), cache=(self.cache, CacheConfig))
 
 
 class Replica:

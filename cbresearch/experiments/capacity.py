@@ -13,7 +13,7 @@ from cbresearch.checks import real
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.experiments.environment import progress_bar
-from cbresearch.experiments.points import Point, check_call, checked_seeds, count_kept, run_all
+from cbresearch.experiments.points import Point, checked_seeds, count_kept, run_all
 from cbresearch.metrics import Slo
 from cbresearch.policies import Policy, get
 from cbresearch.request import Rejected, Request
@@ -132,15 +132,12 @@ def capacity(
     real("attainment", attainment, most=1, positive=True)
     for name, value in (("start", start), ("tolerance", tolerance), ("max_doublings", max_doublings)):
         real(name, value, positive=True)
-    check_call(
-        cost, n_jobs, slo=(slo, Slo), scheduler=(scheduler, SchedulerConfig), cache=(cache, CacheConfig)
-    )
     if slo is None or not callable(workload):
         wrong = "slo is None; give" if slo is None else f"workload is {workload!r}; give f(rate, rng) and"
         raise TypeError(f"{wrong} an Slo(…), as in capacity(draw, slo=Slo(ttft=1.0))")
     numbers = checked_seeds(seeds)
     built = get(policy)
-    limits = scheduler or SchedulerConfig()
+    limits = SchedulerConfig() if scheduler is None else scheduler
     tried: list[TriedRate] = []
 
     def result() -> Capacity:

@@ -127,10 +127,6 @@ class Claims:
         """Iterate over the claims in the order in which they were made."""
         return iter(self._claims)
 
-    def __len__(self) -> int:
-        """Return the number of claims."""
-        return len(self._claims)
-
     def rows(self) -> list[dict[str, Any]]:
         """Return each claim as a row of texts, whose numbers are rounded, and whether it holds."""
         return [claim.row() for claim in self._claims]

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -20,7 +21,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel, Linear
 from cbresearch.experiments.clock import caution, slowdowns
 from cbresearch.experiments.environment import environment, progress_bar
-from cbresearch.experiments.points import check_call, reject_twice
+from cbresearch.experiments.points import as_list, distinct
 from cbresearch.experiments.simulation_error import predict_run
 from cbresearch.metrics import Reporting
 from cbresearch.model_shape import ModelShape
@@ -29,7 +30,7 @@ from cbresearch.policies import Policy, get
 from cbresearch.request import Rejected, Request, expand, listed
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Run
-from cbresearch.simulator import simulate, unlimited_cache
+from cbresearch.simulator import check_limits, simulate, unlimited_cache
 from cbresearch.trace import Origin, StepRecord, Trace, write_columns, write_whole
 from cbresearch.workloads import load, resolve_prompts
 
@@ -90,7 +91,6 @@ class Comparison:
     answers: tuple[tuple[str, Mapping[str, str]], ...] = ()
     predictions: tuple[Prediction, ...] = ()
     failed: Mapping[str, str] = field(default_factory=dict)
-    _kpi: dict[Reporting, list[metrics.KpiRow]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def slowdown(self) -> dict[str, float | None]:
@@ -104,7 +104,7 @@ class Comparison:
         return caution(self.slowdown)
 
     def kpi(self, reporting: Reporting = _PLAIN) -> list[metrics.KpiRow]:
-        """Return the key figures, one column a policy; for the same terms they are computed once.
+        """Return the key figures, one column a policy.
 
         Args:
             reporting: The SLO and the price, for goodput and the cost of tokens.
@@ -114,13 +114,11 @@ class Comparison:
         """
         if not isinstance(reporting, Reporting):
             raise TypeError(f"reporting is {reporting!r}; give a Reporting(slo=Slo(…), price_per_hour=…)")
-        if reporting not in self._kpi:
-            rows = metrics.kpi_table(self.traces, self.bytes_per_token, reporting)
-            if slowdown := self.slowdown:
-                texts = tuple("–" if value is None else f"{value:.2f}" for value in slowdown.values())
-                rows.append(metrics.KpiRow("step time over that of like steps", "×", texts))
-            self._kpi[reporting] = rows
-        return self._kpi[reporting]
+        rows = metrics.kpi_table(self.traces, self.bytes_per_token, reporting)
+        if slowdown := self.slowdown:
+            texts = tuple("–" if value is None else f"{value:.2f}" for value in slowdown.values())
+            rows.append(metrics.KpiRow("step time over that of like steps", "×", texts))
+        return rows
 
     def kpi_frame(self, reporting: Reporting = _PLAIN) -> "pd.DataFrame":
         """Return the key figures as a pandas frame of texts, one column a policy.
@@ -230,9 +228,11 @@ def compare(
     if misplaced or (model is None) == (cost is None):
         raise TypeError(_advice(workload, policies, *misplaced, both=cost is not None and model is not None))
     sized = None if callable(cache) else cache
-    check_call(cost, scheduler=(scheduler, SchedulerConfig), cache=(sized, CacheConfig))
+    check_limits(scheduler=(scheduler, SchedulerConfig), cache=(sized, CacheConfig))
     seed = count("seed", seed, 0)
-    built = _built(policies)
+    # What is neither a policy nor several is left to `get`, which says so.
+    built = [get(policy) for policy in as_list(policies, str)]
+    distinct([policy.name for policy in built], "policy")
     if isinstance(model, str) and not (model in _MODELS or "/" in model or Path(model).exists()):
         # Here as well as where models are loaded, which takes seconds to import.
         known = f"{suggestion(model, _MODELS)} A local folder or a Hub id (org/model) works too"
@@ -255,7 +255,7 @@ def compare(
                 except Exception as error:
                     ended[policy.name] = error
                 bar.update(len(requests))
-        traces, failed = _sorted_out(ended, built)
+        traces, failed = _sorted_out(ended)
         foreseen = _made("predictions", lambda: predictions(traces))
         stamp = environment(**facts, cost=repr(cost))
         return Comparison(traces, stamp, tuple(requests), predictions=foreseen, failed=failed)
@@ -265,19 +265,17 @@ def compare(
     bytes_per_token = formulas.kv_bytes_per_token(loaded.shape)
     at_once = max(1, _MOST_POOL_BYTES // (bytes_per_token * pool.num_tokens))
     for first in range(0, len(built), at_once):
-        executors = []
-        for _ in built[first : first + at_once]:
-            executors.append(ModelExecutor(loaded, limits, pool, seed=seed, compile=compile))
-            executors[-1].warm_up()
+        runs = {}
         with ExitStack() as bars:
-            runs = {}
-            for policy, executor in zip(built[first:], executors, strict=False):
+            for policy in built[first : first + at_once]:
+                executor = ModelExecutor(loaded, limits, pool, seed=seed, compile=compile)
+                executor.warm_up()
                 bar = bars.enter_context(progress_bar(len(requests), policy.name, "request"))
                 mechanism, origin = Scheduler(policy, limits, pool), Origin(model=loaded.name)
-                runs[policy.name] = Run(requests, mechanism, executor, _shown_on(bar), origin=origin)
+                runs[policy.name] = Run(requests, mechanism, executor, partial(_show, bar), origin=origin)
             ended |= _take_turns(runs)
-    traces, failed = _sorted_out(ended, built)
-    size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, executors[-1].cache.num_bytes)
+    traces, failed = _sorted_out(ended)
+    size = Prediction("KV pool (bytes)", bytes_per_token * pool.num_tokens, executor.cache.num_bytes)
     facts |= {"device": loaded.model.device, "dtype": loaded.model.dtype, "compiled": compile}
     threads = os.environ.get("OMP_NUM_THREADS", "default")
     fitted = _made("simulated speed-up", lambda: _fitted(traces, requests, built))
@@ -367,18 +365,14 @@ def _advice(*arguments: object, both: bool) -> str:
     return f'compare({given}) has {problem} cost; {order}: {call} model="tiny") or {call} cost=Linear(0.01))'
 
 
-def _shown_on(bar: "tqdm[Any]") -> Callable[[StepRecord], None]:
-    """Return what a run calls with each step's record, to move a progress bar of its requests."""
-
-    def advance(record: StepRecord) -> None:
-        bar.update(len(record.finished))
-        bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
-
-    return advance
+def _show(bar: "tqdm[Any]", record: StepRecord) -> None:
+    """Show on a progress bar of requests what a step did."""
+    bar.update(len(record.finished))
+    bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
 
 
 def _take_turns(runs: Mapping[str, Run]) -> dict[str, Trace | Exception]:
-    """Serve several runs, a step of one at a time, and return the trace or the error of each."""
+    """Serve several runs, a step of one at a time; return the trace or the error of each in their order."""
     ended: dict[str, Trace | Exception] = {}
     steps = {name: run.steps() for name, run in runs.items()}
     num_rows: Counter[str] = Counter()
@@ -390,22 +384,18 @@ def _take_turns(runs: Mapping[str, Run]) -> dict[str, Trace | Exception]:
         except Exception as error:
             ended[name] = runs[name].trace() if isinstance(error, StopIteration) else error
             del steps[name]
-    return ended
+    return {name: ended[name] for name in runs}
 
 
-def _sorted_out(
-    ended: Mapping[str, Trace | Exception], policies: Iterable[Policy]
-) -> tuple[dict[str, Trace], dict[str, str]]:
-    """Return the traces in the order of the policies, and what the others failed of; raise if all did."""
-    outcomes = {policy.name: ended[policy.name] for policy in policies}
-    traces = {name: one for name, one in outcomes.items() if isinstance(one, Trace)}
-    failed = {name: described(one) for name, one in outcomes.items() if isinstance(one, Exception)}
-    for name, one in outcomes.items():
-        if isinstance(one, Exception) and not traces:
-            raise one
-        if isinstance(one, Exception):
-            _LOG.warning("policy %r failed, and its run is left out: %s", name, failed[name])
-    return traces, failed
+def _sorted_out(ended: Mapping[str, Trace | Exception]) -> tuple[dict[str, Trace], dict[str, str]]:
+    """Return the traces of the policies, and what the others failed of; raise if all did."""
+    traces = {name: one for name, one in ended.items() if isinstance(one, Trace)}
+    errors = {name: one for name, one in ended.items() if isinstance(one, Exception)}
+    for name, error in errors.items():
+        if not traces:
+            raise error
+        _LOG.warning("policy %r failed, and its run is left out: %s", name, described(error))
+    return traces, {name: described(error) for name, error in errors.items()}
 
 
 def _made(what: str, make: Callable[[], Iterable[T]]) -> tuple[T, ...]:
@@ -425,9 +415,8 @@ def _given(workload: Workload, seed: int) -> tuple[list[Request | Rejected], str
     given, label = load(workload, np.random.default_rng(seed)), Path(workload).name
     errors = [one.error for one in given if isinstance(one, Rejected)]
     if errors and len(errors) == len(given):
-        more = f"; and {len(errors) - _MOST_REASONS} more" if len(errors) > _MOST_REASONS else ""
         reasons = "; ".join(errors[:_MOST_REASONS])
-        raise ValueError(f"workload {label!r}: no line of {len(errors)} can be read: {reasons}{more}")
+        raise ValueError(f"workload {label!r}: no line of {len(errors)} can be read: {reasons}")
     return given, label
 
 
@@ -439,23 +428,10 @@ def _loaded(
     if not isinstance(model, str | models.LoadedModel):
         raise TypeError(f"model is {model!r}; give a name such as 'tiny', or what models.load returned")
     if isinstance(model, str):
-        place = models.placement(device, dtype)
-        return models.load(model, trust_remote_code=trust_remote_code, **place)
+        return models.load(model, trust_remote_code=trust_remote_code, **models.placement(device, dtype))
     if device is not None or dtype is not None:
         raise TypeError(f"model {model.name!r} is loaded already; give device and dtype to models.load")
     return model
-
-
-def _built(policies: Policies) -> list[Policy]:
-    """Build the policies, and see that each has a name of its own, by which its run is known."""
-    # What is neither a policy nor several is left to `get`, which says so.
-    is_one = isinstance(policies, str) or not isinstance(policies, Iterable)
-    given: list[Any] = [policies] if is_one else list(policies)  # type: ignore[arg-type]
-    if not given:
-        raise ValueError("no policy is given; name at least one, such as 'fcfs'")
-    built = [get(policy) for policy in given]
-    reject_twice([policy.name for policy in built], "policy")
-    return built
 
 
 def _answers(

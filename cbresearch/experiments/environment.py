@@ -10,8 +10,6 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-_PROBE_BYTES = 2**16
-
 
 def environment(**facts: object) -> dict[str, str]:
     """Return what a result depends on beside its inputs: versions, platform, cores, and the given facts."""
@@ -56,12 +54,8 @@ def usable_folder(what: str, folder: str | os.PathLike[str]) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
         with TemporaryFile(dir=path) as file:
-            file.write(bytes(_PROBE_BYTES))
+            file.write(bytes(2**16))
     except OSError as error:
-        if isinstance(error, FileExistsError | NotADirectoryError):
-            raise ValueError(f"{what} {str(folder)!r} is, or lies in, a file; name a folder") from None
-        reason = error.strerror or error
-        raise ValueError(
-            f"{what} {str(folder)!r} cannot be written ({reason}); name another folder"
-        ) from error
+        reason = f"cannot be written ({error.strerror or error}); name another folder"
+        raise ValueError(f"{what} {str(folder)!r} {reason}") from error
     return path

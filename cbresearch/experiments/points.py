@@ -1,21 +1,22 @@
 """Single simulated runs of sweeps and searches, spread over processes by joblib."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from numbers import Integral
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from cbresearch.checks import count
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.metrics import Reporting, Slo, summary
 from cbresearch.policies import Policy
 from cbresearch.request import Rejected, Request, expand, listed
-from cbresearch.simulator import check_limits, simulate
+from cbresearch.simulator import CostExecutor, check_limits, simulate
 from cbresearch.trace import Trace
 from cbresearch.workloads import load, resolve_prompts
 
+T = TypeVar("T")
 Draw = Callable[[np.random.Generator], Iterable[Request | Rejected]]
 
 
@@ -31,6 +32,9 @@ class Point:
         cost: The step time.
         seed: Of the run's own generator.
         slo: The promise, or None.
+
+    Raises:
+        TypeError: The cost, a limit or the promise is of another class.
     """
 
     workload: str | Draw
@@ -40,6 +44,12 @@ class Point:
     cost: CostModel
     seed: int
     slo: Slo | None = None
+
+    def __post_init__(self) -> None:
+        # Refuses a cost that cannot be called.
+        CostExecutor(self.cost)
+        limits = {"scheduler": (self.scheduler, SchedulerConfig), "cache": (self.cache, CacheConfig)}
+        check_limits(**limits, slo=(self.slo, Slo))
 
 
 def serve_point(point: Point) -> Trace:
@@ -81,7 +91,12 @@ def run_all(
 
     Yields:
         (place, returned value, error or None), as soon as a call has ended, in any order.
+
+    Raises:
+        TypeError: The number of processes is none.
     """
+    if n_jobs is not None and (type(n_jobs) is not int or n_jobs == 0):
+        raise TypeError(f"n_jobs is {n_jobs!r}; give a number of processes, -1 for all cores, or None")
     # It takes along classes and functions that a worker cannot import, such as those of a notebook's cells.
     import cloudpickle
     from joblib import Parallel, delayed
@@ -120,21 +135,6 @@ def _run(function: Callable[..., Any], place: int, content: bytes) -> tuple[int,
         return place, None, f"{type(error).__name__}: {error}"
 
 
-def check_call(cost: Any, n_jobs: Any = None, **limits: tuple[object, type]) -> None:
-    """Reject what no run can be made with, before any begins; TypeError.
-
-    Args:
-        cost: A function, or None.
-        n_jobs: A number of processes for joblib, or None.
-        **limits: As for `simulator.check_limits`.
-    """
-    if cost is not None and not callable(cost):
-        raise TypeError(f"cost is {cost!r}; give a function from a Plan to seconds, such as Linear(0.01)")
-    if n_jobs is not None and (type(n_jobs) is not int or n_jobs == 0):
-        raise TypeError(f"n_jobs is {n_jobs!r}; give a number of processes, -1 for all cores, or None")
-    check_limits(**limits)
-
-
 def checked_seeds(seeds: Any) -> list[int]:
     """Return the seeds as plain ints.
 
@@ -143,18 +143,20 @@ def checked_seeds(seeds: Any) -> list[int]:
     """
     if not isinstance(seeds, Iterable):
         raise ValueError(f"seeds is {seeds!r}; give several, such as range(5)")
-    checked = list(seeds)
-    for seed in checked:
-        if isinstance(seed, bool) or not isinstance(seed, Integral) or seed < 0:
-            raise ValueError(f"a seed is {seed!r}; give integers of at least 0")
-    if not checked:
-        raise ValueError("no seed is given; give at least one")
-    reject_twice(checked, "seed")
-    return [int(seed) for seed in checked]
+    return distinct([count("a seed", seed, 0) for seed in seeds], "seed")
 
 
-def reject_twice(things: Sequence[Any], what: str) -> None:
-    """Raise ValueError if one of the things is given twice."""
+def as_list(given: Any, single: Any) -> list[Any]:
+    """Return one thing, which is of the given class or no iterable, or several as a list."""
+    is_one = isinstance(given, single) or not isinstance(given, Iterable)
+    return [given] if is_one else list(given)
+
+
+def distinct(things: list[T], what: str) -> list[T]:
+    """Return some things; raise ValueError if there is none, or one is given twice."""
+    if not things:
+        raise ValueError(f"no {what} is given; give at least one")
     for place, thing in enumerate(things):
         if thing in things[:place]:
             raise ValueError(f"{what} {thing!r} is given twice; give each once, or labels of their own")
+    return things

@@ -14,15 +14,7 @@ from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.costs import CostModel
 from cbresearch.experiments.environment import environment, progress_bar, usable_folder
 from cbresearch.experiments.fingerprint import fingerprint, package_fingerprint
-from cbresearch.experiments.points import (
-    Draw,
-    Point,
-    check_call,
-    checked_seeds,
-    measure,
-    reject_twice,
-    run_all,
-)
+from cbresearch.experiments.points import Draw, Point, as_list, checked_seeds, distinct, measure, run_all
 from cbresearch.metrics import Slo, mean_interval
 from cbresearch.names import suggestion
 from cbresearch.policies import Policy, get
@@ -118,8 +110,7 @@ class SweepResult:
         import pandas as pd
 
         if metric not in self._metrics:
-            known = dict.fromkeys(self._metrics)
-            raise ValueError(f"unknown metric {metric!r}; {suggestion(metric, known)}")
+            raise ValueError(f"unknown metric {metric!r}; {suggestion(metric, self._metrics)}")
         frame = self.frame()
         varied = [name for name in _LIMITS if frame[name].nunique(dropna=False) > 1]
         cell = ["workload", "policy", *varied]
@@ -179,20 +170,18 @@ def sweep(
         n_jobs: Processes at once, -1 for all cores; None is 1, or what `joblib.parallel_config` says.
 
     Raises:
-        TypeError: The cost, the SLO or a limit is of another class.
+        TypeError: A policy, the cost, the SLO or a limit is of another class.
         ValueError: Something is given twice or not at all, a function has no name, the folder cannot be
             written, or, with a folder, what the runs depend on cannot be read.
     """
-    check_call(cost, n_jobs, slo=(slo, Slo))
     drawn = {
         label: os.fspath(workload) if isinstance(workload, os.PathLike) else workload
         for label, workload in _labelled(workloads, _workload_label, "workload").items()
     }
-    chosen = _labelled(policies, _policy_label, "policy")
-    schedulers = _several(
-        SchedulerConfig() if scheduler is None else scheduler, SchedulerConfig, "SchedulerConfig"
-    )
-    caches = _several(cache, CacheConfig | None, "CacheConfig")
+    chosen = _labelled(policies, lambda policy: getattr(policy, "name", str(policy)), "policy")
+    limits = SchedulerConfig() if scheduler is None else scheduler
+    schedulers = distinct(as_list(limits, SchedulerConfig), "SchedulerConfig")
+    caches = distinct(as_list(cache, CacheConfig), "CacheConfig")
     numbers = checked_seeds(seeds)
     built = {label: _built(policy) for label, policy in chosen.items()}
     runs = [
@@ -230,24 +219,18 @@ def sweep(
     return SweepResult(tuple(runs), stamp, len(points) - num_kept)
 
 
-def _labelled(given: Any, label_of: Callable[[Any], str | None], what: str) -> dict[str, Any]:
+def _labelled(given: Any, label_of: Callable[[Any], Any], what: str) -> dict[str, Any]:
     """Return workloads or policies by label, a mapping's own where there is one."""
-    if isinstance(given, Mapping):
-        labelled = dict(given)
-        for thing in labelled.values():
-            label_of(thing)
-    else:
-        is_one = isinstance(given, str | os.PathLike | Policy) or not isinstance(given, Iterable)
-        things = [given] if is_one else list(given)
-        labels = [label_of(thing) for thing in things]
-        if None in labels:
-            nameless = things[labels.index(None)]
-            raise ValueError(f"the {what} {nameless!r} has no name; give it one, as in {{'mine': …}}")
-        reject_twice(labels, what)
-        labelled = dict(zip(labels, things, strict=True))
-    if not labelled:
-        raise ValueError(f"no {what} is given; name at least one")
-    return labelled
+    is_labelled = isinstance(given, Mapping)
+    things = list(given.values()) if is_labelled else as_list(given, str | os.PathLike | Policy)
+    # Asked for in any case, for it refuses what is neither.
+    labels = [label_of(thing) for thing in things]
+    if is_labelled:
+        labels = list(given)
+    if None in labels:
+        nameless = things[labels.index(None)]
+        raise ValueError(f"the {what} {nameless!r} has no name; give it one, as in {{'mine': …}}")
+    return dict(zip(distinct(labels, what), things, strict=True))
 
 
 def _workload_label(workload: Any) -> str | None:
@@ -263,32 +246,17 @@ def _workload_label(workload: Any) -> str | None:
     return None if name == "<lambda>" else name
 
 
-def _policy_label(policy: Any) -> str | None:
-    if isinstance(policy, str):
-        return policy
-    if isinstance(policy, Policy):
-        return policy.name
-    raise ValueError(f"the policy {policy!r} is neither a name nor a policy; build it, as in MyPolicy()")
-
-
 def _built(policy: str | Policy) -> Policy | str:
-    """Return the policy, or what is wrong with its name."""
+    """Return the policy, or what is wrong with its name; raise TypeError if it is neither.
+
+    It is built here, for what a notebook registered is not known in other processes.
+    """
     try:
-        # By name only here: what a notebook registered is not known in other processes.
-        return get(policy) if isinstance(policy, str) else policy
+        return get(policy)
     except Exception as error:
+        if not isinstance(policy, str):
+            raise
         return f"{type(error).__name__}: {error}"
-
-
-def _several(given: Any, single: Any, what: str) -> list[Any]:
-    things = [given] if isinstance(given, single) or not isinstance(given, Iterable) else list(given)
-    if not things:
-        raise ValueError(f"no {what} is given; give at least one")
-    strange = [thing for thing in things if not isinstance(thing, single)]
-    if strange:
-        raise ValueError(f"the {what} is {strange[0]!r}, which is of another kind; give a {what}(…)")
-    reject_twice(things, what)
-    return things
 
 
 def _key(point: Point, package: str) -> str:

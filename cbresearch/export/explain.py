@@ -1,10 +1,10 @@
 """One request's life in plain words, told from the records of a run alone."""
 
-import difflib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from cbresearch.names import suggestion
 from cbresearch.step import Scheduled
 from cbresearch.trace import RequestRecord, StepRecord, Trace
 
@@ -33,16 +33,12 @@ def explain(trace: Trace, request_id: str) -> str:
     named = [record for record in trace.requests if record.id == request_id]
     if not named:
         known = sorted({record.id for record in trace.requests})
-        near = difflib.get_close_matches(request_id, known, n=3, cutoff=0.5) or known[:3]
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "the run had none"
+        hint = suggestion(request_id, known)
         raise ValueError(f"no request {request_id!r} in this run of {len(known)} requests; {hint}")
     # An id may be there twice, if its second request was rejected.
     record = min(named, key=lambda record: record.is_rejected)
-    lines = (
-        [_arrival(record), f"was rejected: {record.error}"]
-        if record.is_rejected
-        else _life(record, trace.steps)
-    )
+    life = _life(record, trace.steps)
+    lines = [_arrival(record), f"was rejected: {record.error}"] if record.is_rejected else life
     return "\n".join([f"request {request_id!r}", *(f"  {line}" for line in lines)])
 
 
@@ -121,9 +117,8 @@ def _life(record: RequestRecord, steps: Sequence[StepRecord]) -> Iterator[str]:
 
 def _arrival(record: RequestRecord) -> str:
     asked = "" if record.num_prompt_tokens is None else f" with {_count(record.num_prompt_tokens, 'token')}"
-    return f"arrived at {_seconds(record.arrival)} s{asked}" + f" from client {record.client!r}" * bool(
-        record.client
-    )
+    client = f" from client {record.client!r}" if record.client else ""
+    return f"arrived at {_seconds(record.arrival)} s{asked}{client}"
 
 
 def _ending(record: RequestRecord, gone: str) -> str:

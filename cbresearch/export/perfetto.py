@@ -2,8 +2,7 @@
 
 import gzip
 import json
-from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,8 @@ from typing import Any, NamedTuple
 from cbresearch.trace import StepRecord, Trace, write_whole
 
 Event = dict[str, Any]
+# A step that computed a request's row, what for, and how many tokens.
+_Row = tuple[int, str, int]
 
 _SEATS, _STEPS = 0, 1
 """Processes of the trace: a thread a seat, and a thread for the steps beside the counters."""
@@ -76,19 +77,32 @@ def stays_of(trace: Trace) -> Iterator[Stay]:
 
     Of a window of a run these are the stays in its steps, each cut at its first one.
     """
-    found: dict[str, Stay] = {}
+    return (stay for stay, _ in _stays_of(trace))
+
+
+def _stays_of(trace: Trace) -> Iterator[tuple[Stay, list[_Row]]]:
+    """Yield each stay with the rows that were computed in it."""
+    found: dict[str, tuple[int, int, list[_Row]]] = {}
+
+    def ended(request_ids: Iterable[str]) -> Iterator[tuple[Stay, list[_Row]]]:
+        for request_id in request_ids:
+            seat, first, rows = found.pop(request_id)
+            if rows:
+                num_padding = sum(kind == "padding" for _, kind, _ in rows)
+                yield Stay(request_id, seat, first, rows[-1][0], num_padding), rows
+
     for step, record in trace.steps_so_far():
         plan = record.plan
         for request, seat, _ in plan.admitted:
-            found[request.id] = Stay(request.id, seat, max(step, 0), step, 0)
-        yield from (stay for stay in map(found.pop, plan.preempted) if stay.last_step >= 0)
-        for entry in plan.scheduled:
-            found[entry.request_id] = found[entry.request_id]._replace(last_step=step)
-        for row in plan.padding:
-            stay = found[row.request_id]
-            num_padding = stay.num_padding_steps + (step >= 0)
-            found[row.request_id] = stay._replace(last_step=step, num_padding_steps=num_padding)
-    yield from (stay for stay in found.values() if stay.last_step >= 0)
+            found[request.id] = seat, max(step, 0), []
+        yield from ended(plan.preempted)
+        if step >= 0:
+            for entry in plan.scheduled:
+                kind = "prefill" if entry.is_prefill else "decode"
+                found[entry.request_id][2].append((step, kind, entry.num_tokens))
+            for row in plan.padding:
+                found[row.request_id][2].append((step, "padding", 1))
+    yield from ended(list(found))
 
 
 def _nanoseconds(seconds: float) -> int:
@@ -117,30 +131,17 @@ def _names(trace: Trace) -> Iterator[Event]:
 
 def _stays(trace: Trace) -> Iterator[Event]:
     """Yield a slice a stay in a seat, and in it one for what the seat did: prefill, decode, padding."""
-    steps, computed = trace.steps, _computed(trace)
-    for stay in stays_of(trace):
+    steps = trace.steps
+    for stay, rows in _stays_of(trace):
         args = {"num_padding_steps": stay.num_padding_steps}
         start, end = steps[stay.first_step].start, steps[stay.last_step].end
         yield _slice(_SEATS, stay.seat, stay.request_id, start, end, "stay", args)
-        rows = [row for row in computed[stay.request_id] if stay.first_step <= row[0] <= stay.last_step]
         # Steps in which the seat was held without service part what is before from what is after.
         for (kind, _), group in groupby(enumerate(rows), lambda pair: (pair[1][1], pair[1][0] - pair[0])):
             numbers, _, sizes = zip(*(row for _, row in group), strict=True)
             start, end = steps[numbers[0]].start, steps[numbers[-1]].end
             args = {"num_steps": len(numbers), "num_tokens": sum(sizes)}
             yield _slice(_SEATS, stay.seat, kind, start, end, "phase", args)
-
-
-def _computed(trace: Trace) -> Mapping[str, list[tuple[int, str, int]]]:
-    """Return by request the steps that computed its row, what for, and how many tokens."""
-    found: dict[str, list[tuple[int, str, int]]] = defaultdict(list)
-    for step, record in enumerate(trace.steps):
-        for entry in record.plan.scheduled:
-            kind = "prefill" if entry.is_prefill else "decode"
-            found[entry.request_id].append((step, kind, entry.num_tokens))
-        for row in record.plan.padding:
-            found[row.request_id].append((step, "padding", 1))
-    return found
 
 
 def _steps(trace: Trace) -> Iterator[Event]:

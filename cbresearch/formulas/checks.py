@@ -1,11 +1,11 @@
 """What the closed forms check of their arguments; each raises ValueError with the name and the value."""
 
 import math
-import operator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from cbresearch.checks import count as count  # noqa: PLC0414
 
 __all__ = ["Lengths"]
 
@@ -29,17 +29,6 @@ def paired_lengths(**lists: Lengths) -> list[npt.NDArray[np.float64]]:
         if len(values) != len(first):
             raise ValueError(f"{name} has {len(first)} values, but {other} has {len(values)}")
     return [values for _, values in arrays]
-
-
-def count(name: str, value: Any) -> int:
-    """Return an integer of at least 1 as a plain int, whatever integer type it came as."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1 or isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be an integer of at least 1")
-    return number
 
 
 def positive(**values: float) -> None:

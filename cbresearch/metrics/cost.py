@@ -1,7 +1,6 @@
 """What a run cost, from the price of its machine."""
 
-import math
-
+from cbresearch.checks import real
 from cbresearch.metrics.basic import output_throughput, total_throughput
 from cbresearch.trace import Trace
 
@@ -40,6 +39,5 @@ def cost_per_million_total_tokens(trace: Trace, price_per_hour: float) -> float 
 
 
 def _cost(price_per_hour: float, tokens_per_second: float | None) -> float | None:
-    if not 0 <= price_per_hour < math.inf:
-        raise ValueError(f"price_per_hour is {price_per_hour!r}; give a finite price of 0 or more")
-    return None if tokens_per_second is None else price_per_hour * 1e6 / (3600 * tokens_per_second)
+    price = real("price_per_hour", price_per_hour)
+    return None if tokens_per_second is None else price * 1e6 / (3600 * tokens_per_second)

@@ -1,9 +1,8 @@
 """What tables and reports hold a run against: the promise to its clients, and the price of its machines."""
 
-import math
 from dataclasses import dataclass
-from numbers import Real
 
+from cbresearch.checks import real
 from cbresearch.metrics.slo import Slo
 
 __all__ = ["Reporting"]
@@ -30,6 +29,5 @@ class Reporting:
     def __post_init__(self) -> None:
         if not isinstance(self.slo, Slo | None):
             raise TypeError(f"slo is {self.slo!r}; give an Slo, such as Slo(ttft=1.0), or leave it out")
-        price = self.price_per_hour
-        if price is not None and not (isinstance(price, Real) and 0 <= price < math.inf):
-            raise ValueError(f"price_per_hour is {price!r}; give a finite price of 0 or more")
+        if self.price_per_hour is not None:
+            real("price_per_hour", self.price_per_hour)

@@ -151,9 +151,8 @@ def kpi_table(
             unit = reporting.currency
         texts = tuple(_text(value if value is None or scale == 1 else value * scale) for value in values)
         measure, rank, _ = key.partition("_p50_s" if key.endswith("_p50_s") else "_p99_s")
-        rows.append(
-            KpiRow(name, unit, texts, tuple(str(run[f"{measure}_n"]) for run in runs) if rank else ())
-        )
+        sizes = tuple(str(run[f"{measure}_n"]) for run in runs) if rank else ()
+        rows.append(KpiRow(name, unit, texts, sizes))
     return rows
 
 

@@ -15,6 +15,7 @@ from matplotlib.transforms import Bbox, BboxBase
 
 from cbresearch import formulas, metrics
 from cbresearch.costs import Roofline
+from cbresearch.metrics.basic import defined
 from cbresearch.step import Plan, Scheduled
 from cbresearch.trace import Trace
 from cbresearch.viz import style, text
@@ -61,13 +62,8 @@ def latency_cdfs(traces: Trace | Mapping[str, Trace], *, title: str | None = Non
             width = max(1.6, 4.0 - 1.1 * place)
             gid = f"{kind} of {label}"
             ax.ecdf(times * factor, color=color, linestyle=linestyle, linewidth=width, gid=gid)
-            look: dict[str, Any] = {"color": color, "marker": marker, "markeredgecolor": "white"}
-            look |= {
-                "linestyle": "none",
-                "markersize": 11 - 1.5 * min(place, 3),
-                "clip_on": False,
-                "zorder": 5,
-            }
+            look: dict[str, Any] = {"color": color, "marker": marker, "markeredgecolor": "white", "zorder": 5}
+            look |= {"linestyle": "none", "markersize": 11 - 1.5 * min(place, 3), "clip_on": False}
             percentiles = [p50 * factor, p99 * factor]
             ax.plot(percentiles, [0.5, 0.99], **look, gid=f"{kind} percentiles of {label}")
         medians = [float(np.median(times)) for times in found.values() if len(times)]
@@ -97,7 +93,7 @@ def tradeoff(
     """Draw time to first token and time per output token over throughput, a line a policy, a point a load.
 
     Args:
-        runs: The runs by label and load; the label's policy is that of its first run.
+        runs: The runs by label and load; the label's policy is that of the lowest load.
         rank: Percentile of the times, in percent.
         load: What the loads count, such as "requests/s" or "seats".
         title: What the figure shows; by default the lowest and the highest wait at the highest load.
@@ -105,14 +101,12 @@ def tradeoff(
     Raises:
         ValueError: There is no run.
     """
-    given = [dict(sorted(by_load.items())) for by_load in runs.values() if by_load]
+    given = {label: dict(sorted(by_load.items())) for label, by_load in runs.items() if by_load}
     if not given:
         raise ValueError("there is no run to draw; give at least one trace at one load")
-    first = style.labelled(
-        {label: next(iter(by_load.values())) for label, by_load in runs.items() if by_load}
-    )
+    first = style.labelled({label: next(iter(by_load.values())) for label, by_load in given.items()})
     looks = style.looks({label: trace.policy for label, trace in first.items()})
-    short = dict(zip(first, given, strict=True))
+    short = dict(zip(first, given.values(), strict=True))
     fig, axs = plt.subplots(1, 2, figsize=(10.5, 5))
     for ax, (kind, name) in zip(axs, _LATENCIES, strict=True):
         points, colors = [], []
@@ -283,12 +277,8 @@ def roofline(
         points = [roofline_point(cost, kind, size, context_length) for size in sizes]
         labels += [(f"{size:,} {unit}{'s' * (size > 1)}", *p) for size, p in zip(sizes, points, strict=True)]
         x, y = [point.intensity for point in points], [point.flops for point in points]
-        options: dict[str, Any] = {
-            "color": style.REQUEST_COLORS[color],
-            "markersize": 9,
-            "markeredgecolor": "white",
-        }
-        ax.plot(x, y, look, label=words, gid=kind, **options)
+        marks: dict[str, Any] = {"color": style.REQUEST_COLORS[color], "markeredgecolor": "white"}
+        ax.plot(x, y, look, label=words, gid=kind, markersize=9, **marks)
         share = 100 * points[-1].flops / peak
         parts.append(f"{kind} of {sizes[-1]:,} {share:.{0 if share > 10 else 1}f} %")
     ridge = peak / bandwidth
@@ -386,8 +376,7 @@ def _axes(ax: Axes | None) -> tuple[Figure, Axes]:
 
 def _latencies(trace: Trace, kind: str) -> Array:
     """Return a latency in seconds of the requests that have it."""
-    values: Array = trace.request_columns[f"{kind}_s"]
-    return values[~np.isnan(values)]
+    return defined(trace.request_columns[f"{kind}_s"])
 
 
 def _extremes(quantity: str, seconds: Mapping[str, float]) -> str:

@@ -237,12 +237,9 @@ def kv_memory(
             look: dict[str, Any] = {"linestyle": "none", "marker": "v", "color": style.INK, "clip_on": False}
             ax.plot(lost, np.full(len(lost), top), **look, gid="preempted", label="preemption")
         used = metrics.fragmentation(trace)
-        findings[label] = (
-            "no KV is held"
-            if used is None
-            else f"{100 * (1 - used):.0f} % of held KV is in use, at most {peak / size:,.0f} of "
-            f"{trace.cache.num_blocks:,} blocks held"
-        )
+        most = f"at most {peak / size:,.0f} of {trace.cache.num_blocks:,} blocks held"
+        in_use = "" if used is None else f"{100 * (1 - used):.0f} % of held KV is in use, {most}"
+        findings[label] = in_use or "no KV is held"
     axs[0].set_ylim(0, max(tops))
     clock.label(axs[-1])
     shares = ", ".join(f"{label} {finding.partition(' of')[0]}" for label, finding in findings.items())

@@ -3,7 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from cbresearch import metrics
@@ -13,7 +13,7 @@ from cbresearch.viz import text
 from cbresearch.viz.memory import BlockMap, BlockTable
 from cbresearch.viz.style import REQUEST_COLORS, ink_on, policy_look
 from cbresearch.viz.templates import asset, render, script_json
-from cbresearch.viz.timeline import KINDS, SeatStay, excerpt, request_colors, seat_stays
+from cbresearch.viz.timeline import KINDS, SeatStay, busy_seats, excerpt, request_colors, seat_stays
 
 OUTCOMES = ("finished", "preempted", "seated", "aborted")
 TRANSFERS = ("copy", "swap_out", "swap_in")
@@ -88,7 +88,7 @@ def player_html(
         "player.html.jinja",
         element_id=element_id,
         data=script_json(player_data(traces, predictions, bounds, kpi)),
-        findings=[_finding(label, trace) for label, trace in traces.items() if trace.steps],
+        findings=[f"{_name(key)}: {busy_seats(run, 'seconds')}." for key, run in traces.items() if run.steps],
         left_out=[sentence for label, trace in traces.items() for sentence in left_out(label, trace, bounds)],
         scripts=[asset(f"player_{name}.js") for name in _SCRIPTS],
         css=asset("player.css"),
@@ -187,7 +187,8 @@ def left_out(label: str, trace: Trace, bounds: Bounds) -> list[str]:
 def _run(
     label: str, trace: Trace, stays: Sequence[SeatStay], bounds: Bounds, numbers: _Numbers, begin: float
 ) -> dict[str, Any]:
-    steps = trace.steps[: bounds.steps]
+    part = excerpt(trace, bounds.steps)
+    steps = part.steps
     rejected = [record for record in trace.requests if record.is_rejected]
     return {
         "label": _name(label),
@@ -217,8 +218,8 @@ def _run(
         ],
         "rejected": [[_name(one.id), _name(one.error or "")] for one in rejected[: bounds.requests]],
         "num_rejected": len(rejected),
-        "reasons": _reasons(trace, len(steps)),
-        **_blocks(trace, steps, bounds, numbers),
+        "reasons": _reasons(part),
+        **_blocks(part, bounds, numbers),
     }
 
 
@@ -268,14 +269,14 @@ def _stay(number: int, stay: SeatStay) -> list[Any]:
     return [number, stay.seat, stay.first, OUTCOMES.index(stay.outcome), *before, spans, prefills]
 
 
-def _reasons(trace: Trace, num_steps: int) -> list[list[Any]]:
+def _reasons(trace: Trace) -> list[list[Any]]:
     """Return why requests were not served: a step, then {reason: how many} of the seated and of the others.
 
     A step for which nothing is said is like the one before.
     """
     told: list[list[Any]] = []
     seated: set[str] = set()
-    for step, record in islice(trace.steps_so_far(), trace.first_step + num_steps):
+    for step, record in trace.steps_so_far():
         plan = record.plan
         seated = (seated - {*plan.preempted, *plan.aborted}) | {entry.request.id for entry in plan.admitted}
         unserved = seated - {entry.request_id for entry in plan.scheduled} if plan.skipped else set()
@@ -289,22 +290,17 @@ def _reasons(trace: Trace, num_steps: int) -> list[list[Any]]:
     return told
 
 
-def _blocks(trace: Trace, steps: Sequence[StepRecord], bounds: Bounds, numbers: _Numbers) -> dict[str, Any]:
+def _blocks(trace: Trace, bounds: Bounds, numbers: _Numbers) -> dict[str, Any]:
     """Return which request holds which block, until too many would have to be told."""
-    so_far = islice(trace.steps_so_far(), trace.first_step + len(steps))
-    blocks = BlockMap.of((record for _, record in so_far), -trace.first_step)
-    until = _blocks_until(blocks, len(steps), bounds.table_entries)
+    blocks = BlockMap.of((record for _, record in trace.steps_so_far()), -trace.first_step)
+    until = _blocks_until(blocks, len(trace.steps), bounds.table_entries)
     begun: dict[int, list[int]] = {}
     for block, first, end in blocks.cached:
         if first < until:
             begun.setdefault(first, [first]).extend((block, min(end, until) - first))
-    used = [
-        max(
-            (block + 1 for table in blocks.tables if table.on_host is on_host for block in table.blocks),
-            default=0,
-        )
-        for on_host in (False, True)
-    ]
+    used = [0, 0]
+    for table in blocks.tables:
+        used[table.on_host] = max([used[table.on_host], *(block + 1 for block in table.blocks)])
     return {
         "tables_until": until,
         "tables": [
@@ -312,12 +308,9 @@ def _blocks(trace: Trace, steps: Sequence[StepRecord], bounds: Bounds, numbers: 
         ],
         "prefixes": list(begun.values()),
         "transfers": [
-            [
-                step,
-                *(part for kind, *pair in record.plan.transfers for part in (TRANSFERS.index(kind), *pair)),
-            ]
-            for step, record in enumerate(steps[:until])
-            if record.plan.transfers
+            [step, *(part for kind, *pair in each.plan.transfers for part in (TRANSFERS.index(kind), *pair))]
+            for step, each in enumerate(trace.steps[:until])
+            if each.plan.transfers
         ],
         "cells_drawn": _drawn(trace.cache.num_blocks, used[False], bounds),
         "host_cells": _drawn(trace.cache.num_host_blocks, used[True], bounds),
@@ -375,13 +368,6 @@ def prediction_cells(row: Sequence[Any]) -> list[str]:
         raise ValueError(f"prediction {tuple(row)!r} must be (quantity, predicted, measured, relative error)")
     quantity, predicted, measured, error = row
     return [str(quantity), text.number(predicted), text.number(measured), text.percent(error)]
-
-
-def _finding(label: str, trace: Trace) -> str:
-    mean, seats = metrics.occupancy(trace), trace.scheduler.max_num_seqs
-    return (
-        f"{_name(label)}: {mean:.1f} of {seats} seats busy on average over {text.duration(trace.duration)}."
-    )
 
 
 def _name(label: str) -> str:

@@ -60,10 +60,14 @@ def write_report(
     Raises:
         ValueError: There is no run, or a row has the wrong number of values.
     """
-    _require_runs(traces)
-    terms = reporting or Reporting()
+    terms, compared = reporting or Reporting(), list(predictions)
     rows = metrics.kpi_table(traces, bytes_per_token, terms) if kpi is None else list(kpi)
+<<<<<<< HEAD
     compared = list(predictions)
+=======
+    # First, for it refuses to play no run, and rows of the wrong length.
+    player = player_html(traces, predictions=compared, kpi=rows)
+>>>>>>> room/d_lab
     html = render(
         "report.html.jinja",
         title=title,
@@ -74,7 +78,7 @@ def write_report(
         labels=list(traces),
         predictions=[prediction_cells(row) for row in compared],
         pictures=_drawn(_pictures(traces)),
-        player=player_html(traces, predictions=compared, kpi=rows),
+        player=player,
         answers=[(prompt, _grouped(texts)) for prompt, texts in answers],
         errors=[
             ("Rejected requests", "rejected", _errors(traces, are_rejected=True)),
@@ -101,7 +105,8 @@ def first_section(
     Raises:
         ValueError: There is no run.
     """
-    _require_runs(traces)
+    if not traces:
+        raise ValueError("there is no run to report; give at least one trace")
     terms = reporting or Reporting()
     return render(
         "first_section.html.jinja",
@@ -236,11 +241,6 @@ def _png(fig: Figure) -> str:
     finally:
         plt.close(fig)
     return base64.b64encode(buffer.getvalue()).decode("ascii")
-
-
-def _require_runs(traces: Mapping[str, Trace]) -> None:
-    if not traces:
-        raise ValueError("there is no run to report; give at least one trace")
 
 
 def _cells(rows: Iterable[KpiRow], traces: Mapping[str, Trace]) -> list[list[Any]]:

@@ -24,7 +24,7 @@ KINDS = ("served", "held", "padding")
 _SERVED, _HELD, _PADDING = range(len(KINDS))
 
 # A request that follows another in its seat must look different; one in the next seat had better.
-_SAME_SEAT, _NEXT_SEAT = 1000, 1
+_WEIGHTS_BY_SEAT = ((0, 1000), (-1, 1), (1, 1))
 
 _HALF_BAR, _LABEL_POINTS, _TALLEST = 0.4, 9, 24
 _HELD_LOOK: Mapping[str, Any] = MappingProxyType(
@@ -139,9 +139,7 @@ def seat_stays(trace: Trace) -> list[SeatStay]:
         column = kinds[stay.first : stay.end, stay.seat]
         cuts = [0, *(np.flatnonzero(np.diff(column)) + 1).tolist(), len(column)]
         stay.spans = [
-            Span(KINDS[column[begin]], stay.first + begin, stay.first + end)
-            for begin, end in pairwise(cuts)
-            if begin < end
+            Span(KINDS[column[begin]], stay.first + begin, stay.first + end) for begin, end in pairwise(cuts)
         ]
     return stays
 
@@ -160,12 +158,8 @@ def request_colors(runs: Iterable[Sequence[SeatStay]]) -> dict[str, int]:
         latest: dict[int, str] = {}
         for stay in stays:
             mine = rivals[stay.request_id]
-            for seat, weight in (
-                (stay.seat, _SAME_SEAT),
-                (stay.seat - 1, _NEXT_SEAT),
-                (stay.seat + 1, _NEXT_SEAT),
-            ):
-                other = latest.get(seat, stay.request_id)
+            for offset, weight in _WEIGHTS_BY_SEAT:
+                other = latest.get(stay.seat + offset, stay.request_id)
                 if other != stay.request_id:
                     mine[other] += weight
                     rivals[other][stay.request_id] += weight
@@ -209,12 +203,8 @@ def seats(
     colors = request_colors(stays.values())
     used = {label: max((stay.seat + 1 for stay in found), default=1) for label, found in stays.items()}
     rows = [min(number, _TALLEST) for number in used.values()]
-    fig, axs = style.panels(
-        len(traces),
-        0,
-        figsize=(10, 1.3 + sum(0.65 + 0.24 * row for row in rows)),
-        height_ratios=[2 + r for r in rows],
-    )
+    size = (10, 1.3 + sum(0.65 + 0.24 * row for row in rows))
+    fig, axs = style.panels(len(traces), 0, figsize=size, height_ratios=[2 + row for row in rows])
     drawn: set[str] = set()
     for ax, (label, trace) in zip(axs, traces.items(), strict=True):
         part = parts[label]
@@ -232,7 +222,7 @@ def seats(
     clock.label(axs[-1])
     # Room for the last run's end mark.
     axs[-1].set_xlim(right=clock.last + 0.03 * ((clock.last - clock.first) or 1))
-    findings = {label: _busy_seats(trace, time) for label, trace in traces.items()}
+    findings = {label: busy_seats(trace, time) for label, trace in traces.items()}
     style.headings(fig, axs, findings, title, _length_finding(traces, time))
     marks = {
         "served": Patch(facecolor=REQUEST_COLORS[0], label="served (a colour per request)"),
@@ -282,7 +272,7 @@ def occupancy(
     axs[0].set_ylim(0, most * 1.12)
     axs[0].set_yticks(sorted({0, most // 2, most}))
     clock.label(axs[-1])
-    findings = {label: _busy_seats(trace, time) for label, trace in traces.items()}
+    findings = {label: busy_seats(trace, time) for label, trace in traces.items()}
     style.headings(fig, axs, findings, title, _occupancy_finding(traces))
     handles = [
         Patch(facecolor=style.GRAY, alpha=0.5, label="served"),
@@ -316,7 +306,8 @@ def _length(trace: Trace, time: TimeAxis) -> str:
     return text.steps(len(trace.steps)) if time == "step" else text.duration(trace.duration)
 
 
-def _busy_seats(trace: Trace, time: TimeAxis) -> str:
+def busy_seats(trace: Trace, time: TimeAxis) -> str:
+    """Return how many seats of a run were busy on average, and over how long."""
     mean = metrics.occupancy(trace)
     if mean is None:
         return "no step was run"
@@ -383,10 +374,5 @@ def _label_stays(
         right -= (0.9 if stay.outcome == "preempted" else 0) * per_letter
         if (len(label) + 0.6) * per_letter <= right - left:
             ink = style.ink_on(REQUEST_COLORS[colors[stay.request_id]])
-            look: dict[str, Any] = {
-                "ha": "center",
-                "va": "center_baseline",
-                "fontsize": _LABEL_POINTS,
-                "color": ink,
-            }
-            ax.text((left + right) / 2, stay.seat, label, **look, clip_on=True, parse_math=False)
+            look: dict[str, Any] = {"ha": "center", "va": "center_baseline", "fontsize": _LABEL_POINTS}
+            ax.text((left + right) / 2, stay.seat, label, color=ink, clip_on=True, parse_math=False, **look)

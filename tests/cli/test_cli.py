@@ -225,8 +225,8 @@ def test_a_promise_and_a_price_add_goodput_and_costs_everywhere(simulated, tmp_p
         ({"cost": "linear:fast"}, ["'linear:fast'", "linear:T0,T_TOKEN,T_CONTEXT"]),
         ({"cost": "linear:-1,0,0"}, ["-1.0", "none negative"]),
         ({"cost": "linear:0"}, ["not all 0"]),
-        ({"seed": -1}, ["--seed", "-1", "0 or more"]),
-        ({"host_blocks": -1}, ["--host-blocks is -1", "0 or more"]),
+        ({"seed": -1}, ["seed is -1", "at least 0"]),
+        ({"host_blocks": -1}, ["host_blocks is -1", "at least 0"]),
         ({"slo_ttft": 0}, ["ttft is 0.0", "positive number of seconds"]),
         ({"slo_tpot": "nan"}, ["tpot is nan", "positive number of seconds"]),
         ({"price_per_hour": -2}, ["price_per_hour is -2.0", "0 or more"]),
@@ -252,7 +252,7 @@ def test_an_output_folder_that_is_a_file_is_rejected_before_the_work(tmp_path, c
     taken.write_text("mine")
     assert main(simulate_arguments(tmp_path, taken / "deeper" if inside else taken)) == 2
     captured = capsys.readouterr()
-    assert captured.err.startswith("error: --output ") and captured.err.endswith("name a folder\n")
+    assert captured.err.startswith("error: --output ") and captured.err.endswith("name another folder\n")
     assert "taken" in captured.err
     assert captured.out == ""
     assert taken.read_text() == "mine"

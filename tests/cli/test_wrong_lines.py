@@ -46,8 +46,8 @@ LINES = [
     ("simulate", {}, ["--max-num-batched-tokens", "-3"], ["max_num_batched_tokens is -3", "at least 1"]),
     ("simulate", {}, ["--block-size", "1.5"], ["--block-size", "'1.5'", "whole number"]),
     ("simulate", {}, ["--num-blocks", "0"], ["num_blocks is 0", "at least 1"]),
-    ("simulate", {}, ["--host-blocks", "-1"], ["--host-blocks is -1", "0 or more"]),
-    ("simulate", {}, ["--seed", "-1"], ["--seed is -1", "0 or more"]),
+    ("simulate", {}, ["--host-blocks", "-1"], ["num_host_blocks is -1", "at least 0"]),
+    ("simulate", {}, ["--seed", "-1"], ["seed is -1", "at least 0"]),
     ("simulate", {}, ["--preemption", "forget"], ["'forget'", "recompute", "swap"]),
     ("simulate", {}, ["--slo-ttft", "soon"], ["--slo-ttft", "'soon'", "number"]),
     ("simulate", {}, ["--slo-tpot", "0"], ["tpot is 0", "positive"]),
@@ -78,9 +78,12 @@ LINES = [
     ("compare", {}, ["--dtype", "float13"], ["'float13'", "bfloat16"]),
     ("compare", {}, ["--device", "gpu"], ["'gpu'", "cuda"]),
     ("simulate", {"--output": ""}, [], ["--output is ''", "name a folder"]),
-    ("simulate", {"--output": "taken"}, [], ["'taken'", "name a folder"]),
-    ("simulate", {"--output": "taken/deeper"}, [], ["taken", "name a folder"]),
+    ("simulate", {"--output": "taken"}, [], ["'taken'", "File exists", "name another folder"]),
+    ("simulate", {"--output": "taken/deeper"}, [], ["taken", "Not a directory", "name another folder"]),
     ("simulate", {"--output": "out"}, [], ["report.html", "name another"]),
+    ("compare", {"--model": "org/nowhere"}, ["--num-blocks", "0"], ["num_blocks is 0", "at least 1"]),
+    ("compare", {"--model": "org/nowhere"}, ["--host-blocks", "-1"], ["num_host_blocks is -1", "at least 0"]),
+    ("compare", {"--model": "org/nowhere"}, ["--seed", "-1"], ["seed is -1", "at least 0"]),
 ]
 
 

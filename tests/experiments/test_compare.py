@@ -128,5 +128,5 @@ def test_no_run_knows_a_price_and_tables_do():
         "cost per million total tokens (CHF)",
     }
     assert metrics.summary(comparison.traces["fcfs"])["num_finished"] == 60
-    with pytest.raises(ValueError, match="price_per_hour is -1; give a finite price of 0 or more"):
+    with pytest.raises(ValueError, match="price_per_hour is -1; it must be a finite number, 0 or more"):
         Reporting(price_per_hour=-1)

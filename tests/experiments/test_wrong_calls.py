@@ -30,13 +30,13 @@ def never(plan):
 
 
 COMPARE = [
-    ({"workload": None}, "the requests are None; give several"),
-    ({"workload": Request("a", 1, 1)}, "give several, such as"),
+    ({"workload": None}, "the requests are None; give a list of requests"),
+    ({"workload": Request("a", 1, 1)}, "give a list of requests, such as [Request("),
     (
         {"workload": [Request("a", 1, 1), {"prompt": 3}]},
         "entry 1 of the requests is {'prompt': 3}; give a",
     ),
-    ({"workload": ["Hello"]}, "entry 0 of the requests is 'Hello'; give a Request("),
+    ({"workload": ["Hello"]}, "entry 0 of the requests is 'Hello'; give a list of requests"),
     ({"policies": 3}, "the policy is 3; give the name"),
     ({"policies": policies.Policy}, "give the name of one, or a policy built from its class"),
     ({"policies": [None]}, "the policy is None; give the name"),
@@ -51,10 +51,13 @@ COMPARE = [
 ]
 SWEEP = [
     ({"workloads": 3}, "the workload 3 is neither a name nor a function"),
-    ({"policies": 3}, "the policy 3 is neither a name nor a policy"),
+    ({"policies": 3}, "the policy is 3; give the name"),
+    ({"policies": ["fcfs", None]}, "the policy is None; give the name"),
+    ({"policies": [policies.Policy]}, "give the name of one, or a policy built from its class"),
     ({"cost": 3}, "cost is 3; give a function"),
-    ({"scheduler": 8}, "the SchedulerConfig is 8, which is of another kind; give a SchedulerConfig("),
-    ({"cache": 64}, "the CacheConfig is 64, which is of another kind; give a CacheConfig("),
+    ({"scheduler": 8}, "scheduler is 8; give a SchedulerConfig("),
+    ({"cache": 64}, "cache is 64; give a CacheConfig("),
+    ({"cache": [POOL, 8]}, "cache is 8; give a CacheConfig("),
     ({"seeds": 3}, "seeds is 3; give several"),
     ({"slo": (1, 2)}, "slo is (1, 2); give a Slo("),
     ({"n_jobs": "two"}, "n_jobs is 'two'; give a number of processes"),
@@ -97,7 +100,10 @@ def test_a_wrong_argument_is_refused_before_any_run_with_the_remedy(function, ri
     ("make", "said"),
     [
         (lambda: Reporting(slo=(1, 2)), "slo is (1, 2); give an Slo"),
-        (lambda: Reporting(price_per_hour="3"), "price_per_hour is '3'; give a finite price"),
+        (
+            lambda: Reporting(price_per_hour="3"),
+            "price_per_hour is '3'; it must be a finite number",
+        ),
         (lambda: Slo(ttft="1"), "ttft is '1'; it must be a positive number of seconds"),
         (lambda: Slo(tpot=(1,)), "tpot is (1,); it must be a positive number of seconds"),
         (lambda: Handover(latency="1"), "latency is '1'"),
@@ -131,15 +137,13 @@ def test_a_comparison_of_generators_is_that_of_lists():
 def test_a_file_of_which_no_line_can_be_read_is_refused_before_a_model_is_loaded(tmp_path):
     path = tmp_path / "other.jsonl"
     path.write_text('{"question": "?"}\n' * 30)
-    with pytest.raises(
-        ValueError, match=r"'other.jsonl': no line of 30 can be read: line 1.*line 3.*and 27 more"
-    ):
+    with pytest.raises(ValueError, match=r"'other.jsonl': no line of 30 can be read: line 1.*line 3"):
         compare(path, "fcfs", model="org/model-that-is-nowhere")
 
 
 def test_a_sweep_into_a_folder_that_is_a_file_is_refused_first(tmp_path):
     (tmp_path / "taken").write_text("")
-    with pytest.raises(ValueError, match=r"folder '.*taken' is, or lies in, a file; name a folder"):
+    with pytest.raises(ValueError, match=r"folder '.*taken' cannot be written \(File exists\); name another"):
         sweep(draw, "fcfs", cost=never, folder=tmp_path / "taken")
 
 

@@ -205,5 +205,5 @@ def test_an_unknown_request_is_answered_with_near_misses():
     trace = simulate([Request(name, 1, 1) for name in ("alpha", "beta", "gamma")])
     with pytest.raises(ValueError, match=r"no request 'alpa' .* did you mean 'alpha'\?"):
         explain(trace, "alpa")
-    with pytest.raises(ValueError, match="no request 'x' in this run of 0 requests; the run had none"):
+    with pytest.raises(ValueError, match="no request 'x' in this run of 0 requests; it has none"):
         explain(simulate([]), "x")

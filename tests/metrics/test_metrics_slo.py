@@ -202,7 +202,7 @@ def test_nothing_generated_has_no_cost_and_no_price_is_below_0():
     for price in (-1.0, math.nan, math.inf):
         with pytest.raises(ValueError, match="price_per_hour"):
             metrics.cost_per_million_tokens(NOTHING, price)
-        with pytest.raises(ValueError, match=f"price_per_hour is {price}; give a finite price of 0 or more"):
+        with pytest.raises(ValueError, match=f"price_per_hour is {price}; it must be a finite number"):
             Reporting(price_per_hour=price)
 
 
