@@ -62,12 +62,8 @@ def write_report(
     """
     terms, compared = reporting or Reporting(), list(predictions)
     rows = metrics.kpi_table(traces, bytes_per_token, terms) if kpi is None else list(kpi)
-<<<<<<< HEAD
-    compared = list(predictions)
-=======
     # First, for it refuses to play no run, and rows of the wrong length.
     player = player_html(traces, predictions=compared, kpi=rows)
->>>>>>> room/d_lab
     html = render(
         "report.html.jinja",
         title=title,
