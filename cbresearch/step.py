@@ -366,11 +366,9 @@ class DecodeRun:
         return Plan(
             step=self.first_step + offset,
             scheduled=ScheduledRows.of(
-                [
-                    (request_id, seat, start + offset, 1, False, True, blocks.get(place, ()))
-                    for place, (request_id, seat, start, num_steps) in enumerate(rows)
-                    if offset < num_steps
-                ]
+                (request_id, seat, start + offset, 1, False, True, blocks.get(place, ()))
+                for place, (request_id, seat, start, num_steps) in enumerate(rows)
+                if offset < num_steps
             ),
             padding=self.padding,
             skipped=self.skipped,
