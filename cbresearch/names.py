@@ -187,14 +187,12 @@ def load(kind: str, name: str, base: type[T]) -> type[T]:
 
 def described(error: BaseException) -> str:
     """Return an error in one line: its type, what it says, and the file and line that it came from."""
-    text = " ".join(str(error).split())
+    kind, text = type(error).__name__, " ".join(str(error).split())
     if isinstance(error, SyntaxError):
-        return (
-            f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name}, line {error.lineno})"
-        )
+        return f"{kind}: {error.msg} ({Path(error.filename or '?').name}, line {error.lineno})"
     frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {text}{place}"
+    return f"{kind}: {text}{place}"
 
 
 def _value(text: str) -> Any:

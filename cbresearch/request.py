@@ -14,6 +14,11 @@ from cbresearch.checks import Bounds, check_numbers, count, real, text
 Prompt = str | int | tuple[int, ...]
 _LEAST_TEMPERATURE = 1e-3
 _END_OF_TOKEN_IDS = 2**64
+# What a policy reads most is at hand in the state, too.
+_AT_HAND = (
+    *("id", "prompt", "max_tokens", "arrival", "sampling", "priority", "client", "deadline"),
+    "predicted_output",
+)
 
 
 class TokenLogprobs(NamedTuple):
@@ -292,9 +297,10 @@ def expand(requests: Iterable[Request | Rejected]) -> list[Request | Rejected]:
 class RequestState:
     """A request on its way through the scheduler, which alone changes it; policies read it.
 
+    Its id, prompt, limits and so on are those of the request.
+
     Attributes:
         request: The immutable request.
-        id: Its id.
         order: Position in the order of submission; breaks every tie.
         queued: Seconds at which the scheduler got to know it; it may have arrived earlier.
         status: The queue it is in.
@@ -338,9 +344,18 @@ class RequestState:
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     error: str | None = None
+    prompt: Prompt = field(init=False)
+    max_tokens: int = field(init=False)
+    arrival: float = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    priority: int = field(init=False)
+    client: str = field(init=False)
+    deadline: float | None = field(init=False)
+    predicted_output: int | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.id = self.request.id
+        for name in _AT_HAND:
+            setattr(self, name, getattr(self.request, name))
         self.num_tokens = self.num_prompt_tokens = self.request.num_prompt_tokens
 
     def resume(self, transferred: "RequestState") -> None:
@@ -353,46 +368,6 @@ class RequestState:
         self.output_token_ids = list(transferred.output_token_ids)
         self.token_times = list(transferred.token_times)
         self.first_scheduled = transferred.first_scheduled
-
-    @property
-    def arrival(self) -> float:
-        """Return the seconds since the start of the run at which the request arrived."""
-        return self.request.arrival
-
-    @property
-    def client(self) -> str:
-        """Return the client that sent the request."""
-        return self.request.client
-
-    @property
-    def priority(self) -> int:
-        """Return the request's priority; smaller is more urgent."""
-        return self.request.priority
-
-    @property
-    def deadline(self) -> float | None:
-        """Return the seconds since the start of the run by which the answer is wanted."""
-        return self.request.deadline
-
-    @property
-    def max_tokens(self) -> int:
-        """Return the largest number of output tokens."""
-        return self.request.max_tokens
-
-    @property
-    def prompt(self) -> Prompt:
-        """Return the prompt: token ids, or their number."""
-        return self.request.prompt
-
-    @property
-    def predicted_output(self) -> int | None:
-        """Return the number of output tokens that a predictor expects."""
-        return self.request.predicted_output
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """Return how the output is chosen."""
-        return self.request.sampling
 
     @property
     def num_kv_tokens(self) -> int:

@@ -365,8 +365,8 @@ class DecodeRun:
         rows = zip(self.request_ids, self.seats, self.starts, self.num_steps, strict=True)
         return Plan(
             step=self.first_step + offset,
-            scheduled=tuple(
-                Scheduled(request_id, seat, start + offset, 1, False, True, blocks.get(place, ()))
+            scheduled=ScheduledRows.of(
+                (request_id, seat, start + offset, 1, False, True, blocks.get(place, ()))
                 for place, (request_id, seat, start, num_steps) in enumerate(rows)
                 if offset < num_steps
             ),

@@ -95,10 +95,6 @@ class BlockManager(KVManager):
         """Return a request's block table; empty if it holds nothing on the device."""
         return tuple(self._tables.get(request_id, ()))
 
-    def holds(self, request_id: str) -> bool:
-        """Return whether a request holds blocks on the device."""
-        return request_id in self._tables
-
     def num_private_blocks(self, request_id: str) -> int:
         """Return how many blocks would be free if a request gave back its own."""
         return sum(block != NULL_BLOCK and self._ref_counts[block] == 1 for block in self._tables[request_id])
@@ -149,7 +145,7 @@ class BlockManager(KVManager):
             missing, mirrored = self._missing_on_device(state.id, num_tokens)
             shared = tuple(mirrored.values())
         else:
-            shared = () if self.holds(state.id) else self._matched(state)
+            shared = () if state.id in self._tables else self._matched(state)
             missing = self._num_missing(state.id, num_tokens, shared)
         yield missing
         # What it shares makes it no more room when others let go of it.

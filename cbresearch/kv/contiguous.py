@@ -180,10 +180,6 @@ class ContiguousKV(KVManager):
         """Return a request's blocks, all that it reserved, in order; empty if it holds none."""
         return tuple(self._runs.get(request_id, ()))
 
-    def holds(self, request_id: str) -> bool:
-        """Return whether a request holds a run."""
-        return request_id in self._runs
-
     def num_private_blocks(self, request_id: str) -> int:
         """Return how many blocks would be free if a request gave back its own."""
         return next_power_of_two(len(self._runs[request_id]))

@@ -128,9 +128,6 @@ class KVManager(Protocol):
             ValueError: The request holds no blocks, for instance because it was freed before.
         """
 
-    def holds(self, request_id: str) -> bool:
-        """Return whether a request holds blocks on the device."""
-
     def take_transfers(self) -> tuple[Transfer, ...]:
         """Return the copies that became necessary since the last call, in their order."""
         return ()

@@ -2,11 +2,10 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from math import inf
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from cbresearch import names
-from cbresearch.checks import Bounds, count, text
+from cbresearch.checks import text
 from cbresearch.config import SchedulerConfig
 from cbresearch.kv import KVManager
 from cbresearch.request import RequestState
@@ -113,11 +112,7 @@ class Policy:
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Check the options, and name the policy by its class and them."""
         policy = super().__new__(cls)
-        # A class of your own without a name is not the class of this package that it is derived from.
-        owner = next(one for one in cls.__mro__ if "name" in vars(one))
-        is_own = owner.__module__.partition(".")[0] == cls.__module__.partition(".")[0]
-        name = cls.name if is_own else cls.__name__
-        policy.name = names.with_options("policy", name, cls.__init__, values, options)
+        policy.name = names.with_options("policy", _own_name(cls), cls.__init__, values, options)
         return policy
 
     def __init__(self) -> None:
@@ -174,6 +169,13 @@ class Policy:
         """
 
 
+def _own_name(kind: type[Policy]) -> str:
+    # A class of your own without a name is not the class of this package that it is derived from.
+    owner = next(one for one in kind.__mro__ if "name" in vars(one))
+    is_own = owner.__module__.partition(".")[0] == kind.__module__.partition(".")[0]
+    return kind.name if is_own else kind.__name__
+
+
 def begin(policy: Policy) -> None:
     """Check what a policy says of itself, and let it begin a run.
 
@@ -198,46 +200,11 @@ def ask(policy: Policy, hook: str, *values: Any) -> Any:
     try:
         return getattr(policy, hook)(*values)
     except Exception as error:
-        raise _failure(policy, hook, error) from error
+        raise failure(policy, hook, error) from error
 
 
-def proposals(policy: Policy, view: View) -> Iterator[Proposal]:
-    """Yield what a policy proposes.
-
-    Raises:
-        RuntimeError: `propose` fails, or yields something else than a request and a number of tokens.
-    """
-    try:
-        for state, wanted in policy.propose(view):
-            if not isinstance(state, RequestState):
-                raise TypeError(f"{state!r} is not a request of the view")
-            if type(wanted) is not int and wanted != inf:
-                wanted = count(f"the number of tokens for {state}", wanted, *Bounds())
-            yield state, wanted
-    except Exception as error:
-        remedy = "; it must yield pairs of a request of the view and a number of tokens"
-        raise _failure(policy, "propose", error, remedy) from error
-
-
-def choose(
-    policy: Policy, hook: str, view: View, *waiting: RequestState, candidates: Sequence[RequestState]
-) -> RequestState | None:
-    """Return which candidate a hook chooses; None for none, which only "displace" may say.
-
-    Raises:
-        RuntimeError: The hook fails.
-        ValueError: It chooses something else.
-    """
-    # The policy may take its list apart.
-    chosen = ask(policy, hook, view, *waiting, list(candidates))
-    if not any(chosen is one for one in candidates) and (chosen is not None or hook == "victim"):
-        raise ValueError(
-            f"policy {policy.name!r}: its `{hook}` chose {chosen!r}; choose one of the candidates"
-        )
-    return cast("RequestState | None", chosen)
-
-
-def _failure(policy: Policy, hook: str, error: Exception, remedy: str = "") -> RuntimeError:
+def failure(policy: Policy, hook: str, error: Exception, remedy: str = "") -> RuntimeError:
+    """Return the error that says that a hook of a policy failed."""
     return RuntimeError(
         f"policy {policy.name!r}: its `{hook}` failed: {type(error).__name__}: {error}{remedy}"
     )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import nsmallest
+from itertools import count
 
 from cbresearch.checks import Number, PositiveSize, Size
 from cbresearch.policies.base import Policy, Proposal, View, in_turn, joining, queued, whole
@@ -174,7 +175,7 @@ class SkipJoinFeedback(Ranked):
     def begin(self) -> None:
         """Forget the levels of all requests."""
         self._seen: dict[str, tuple[float, int, float]] = {}
-        self._num_entries = 0
+        self._entries = count(1)
 
     def rank(self, view: View, request: RequestState) -> float:
         """Return the request's level, with its place there as a fraction."""
@@ -199,8 +200,7 @@ class SkipJoinFeedback(Ranked):
         return self._enter(next(fitting, self.levels - 1)), 0, request.arrival
 
     def _enter(self, level: int) -> float:
-        self._num_entries += 1
-        return level + self._num_entries * 1e-9
+        return level + next(self._entries) * 1e-9
 
 
 class MemoryCheckedShortestFirst(ShortestJobFirst):

@@ -1,11 +1,8 @@
-"""Whether a request can be served at all, and with which running one it shares its prompt."""
-
-from collections.abc import Sequence
-from operator import attrgetter
+"""Whether a request can be served at all."""
 
 from cbresearch.config import SchedulerConfig
 from cbresearch.kv import KVManager
-from cbresearch.request import Request, RequestState
+from cbresearch.request import Request
 
 
 def check_request(request: Request, limits: SchedulerConfig, kv: KVManager) -> None:
@@ -40,11 +37,3 @@ def check_request(request: Request, limits: SchedulerConfig, kv: KVManager) -> N
             f"{cache.block_size}, but the pool has {cache.num_blocks} ({cache.num_tokens} tokens); raise "
             "num_blocks or lower max_tokens"
         )
-
-
-def farthest_sibling(state: RequestState, running: Sequence[RequestState]) -> RequestState | None:
-    """Return the parallel sample of the same prompt that has come farthest, if one runs."""
-    shared = attrgetter("group", "prompt", "cache_salt")
-    mine = shared(state.request)
-    siblings = [other for other in running if shared(other.request) == mine]
-    return max(siblings, key=lambda other: other.num_computed_tokens, default=None)

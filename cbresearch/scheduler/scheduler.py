@@ -6,14 +6,15 @@ from functools import lru_cache, partial
 from heapq import heappop, heappush
 from itertools import islice, starmap
 from math import inf
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from cbresearch import kv, policies
-from cbresearch.checks import real
+from cbresearch.checks import Bounds, count, real
 from cbresearch.config import PREEMPTIONS, CacheConfig, SchedulerConfig
-from cbresearch.policies.base import Policy, View, ask, begin, choose, proposals
+from cbresearch.policies.base import Policy, View, ask, begin, failure
 from cbresearch.request import Request, RequestState, RequestStatus
-from cbresearch.scheduler.admission import check_request, farthest_sibling
+from cbresearch.scheduler.admission import check_request
 from cbresearch.step import (
     Admission,
     BlockEvents,
@@ -118,6 +119,7 @@ class Scheduler:
         self._view = View(
             config, self.kv, self._free_seats, self._waiting.values(), self._swapped.values(), step_time
         )
+        self._updates_kv = cache.prefix_caching or cache.sliding_window is not None
         self._caches_on_schedule = cache.prefix_caching and cache.cache_on_schedule
         # Prefill steps skip the same running requests again and again: one pair for each is enough.
         self._skipped = lru_cache(maxsize=4 * config.max_num_seqs)(lambda *pair: pair)
@@ -210,53 +212,71 @@ class Scheduler:
 
     def _take_proposals(self, now: float) -> None:
         """Draft the next step from what the policy proposes."""
-        draft, view, step, states = self._draft, self._open_view(now), self._step, self._states
+        policy, view, states = self.policy, self._open_view(now), self._states
         self._num_wakes = 0
         num_outside = len(self._waiting) + len(self._swapped)
         most = 10 * (len(self._running) + num_outside) + 100
-        for count, (state, wanted) in enumerate(proposals(self.policy, view)):
-            if not view.token_budget:
-                break
-            if count > most:
-                raise RuntimeError(
-                    f"policy {self.policy.name!r} made over {most} proposals in step {step}, for "
-                    f"{len(self._running)} running and {num_outside} waiting requests; it must end"
-                )
-            if state.status is FINISHED:
-                continue
-            if states.get(state.id) is not state:
-                raise ValueError(
-                    f"policy {self.policy.name!r} proposed {state}; propose requests of the view only"
-                )
-            if state.scheduled_step == step:
-                continue
-            pending = state.num_tokens - state.num_computed_tokens
-            num_tokens = min(wanted, pending, view.token_budget)
-            if num_tokens < 1:
-                continue
-            if num_tokens < pending and not self.config.chunked_prefill:
-                # No request may overtake it: others would take what it needs of the budget, again and again.
-                draft.skipped[state.id] = view.closed = "chunk"
-            elif state.status is RUNNING:
-                self._continue(state, num_tokens)
-            elif view.closed is not None:
-                draft.skipped[state.id] = view.closed
-            else:
-                self._admit(state, num_tokens)
+        is_asking = True
+        try:
+            for number, (state, wanted) in enumerate(policy.propose(view)):
+                is_known = states.get(state.id) is state
+                if type(wanted) is not int and wanted != inf:
+                    wanted = count(f"the number of tokens for {state}", wanted, *Bounds())
+                is_asking = False
+                if not view.token_budget:
+                    break
+                if number > most:
+                    raise RuntimeError(
+                        f"policy {policy.name!r} made over {most} proposals in step {self._step}, for "
+                        f"{len(self._running)} running and {num_outside} waiting requests; it must end"
+                    )
+                if is_known:
+                    self._take(state, wanted)
+                elif getattr(state, "status", None) is not FINISHED:
+                    raise ValueError(
+                        f"policy {policy.name!r} proposed {state}; propose requests of the view only"
+                    )
+                is_asking = True
+        except Exception as error:
+            if not is_asking:
+                raise
+            remedy = "; it must yield pairs of a request of the view and a number of tokens"
+            raise failure(policy, "propose", error, remedy) from error
         # A step that only frees memory is progress too: fewer requests run then.
-        if not draft.scheduled and not draft.preempted and self.has_work:
+        if not self._draft.scheduled and not self._draft.preempted and self.has_work:
             raise RuntimeError(self._why_stuck())
+
+    def _take(self, state: RequestState, wanted: int) -> None:
+        """Schedule what fits of a proposal."""
+        view, pending = self._view, state.num_tokens - state.num_computed_tokens
+        num_tokens = wanted if wanted < pending else pending
+        if num_tokens > view.token_budget:
+            num_tokens = view.token_budget
+        if num_tokens < 1 or state.scheduled_step == self._step:
+            return
+        if num_tokens < pending and not self.config.chunked_prefill:
+            # No request may overtake it: others would take what it needs of the budget, again and again.
+            self._draft.skipped[state.id] = view.closed = "chunk"
+        elif state.status is RUNNING:
+            self._continue(state, num_tokens)
+        elif view.closed is not None:
+            self._draft.skipped[state.id] = view.closed
+        else:
+            self._admit(state, num_tokens)
 
     def _give_up(self) -> None:
         """Take back a step that failed while it was drafted: what it had scheduled is preempted."""
         for state in reversed(self._running):
             if state.id in self._draft.scheduled:
                 self._preempt(state, "recompute")
+        self._reopen()
+
+    def _reopen(self) -> None:
+        """Open the next step to every request, to those as well that were just preempted."""
         self._draft.skipped.clear()
         self._view.closed = None
         self._move_between_queues(0.0)
         for state in (*self._waiting.values(), *self._swapped.values()):
-            # The next try is open to it.
             state.scheduled_step = min(state.scheduled_step, self._step - 1)
 
     def commit(
@@ -275,21 +295,24 @@ class Scheduler:
             The pool before the finished requests give back their blocks, what became of blocks since the
             commit before, and the states of the requests that the step finished.
         """
-        updated: list[tuple[RequestState, int]] = []
-        states = self._states
+        finished: list[RequestState] = []
+        served: list[tuple[RequestState, int]] = []
+        states, on_scheduled = self._states, self.on_scheduled
         for request_id, _, start, num_tokens, _, samples, _ in plan.rows:
             state = states.get(request_id)
             if state is None or state.status is not RUNNING:
                 continue
             self._update(state, start, num_tokens, samples, result, now)
-            updated.append((state, num_tokens))
+            if state.finish_reason is not None:
+                finished.append(state)
+            if on_scheduled is not None:
+                served.append((state, num_tokens))
         pool, events = PoolState(*self.pool_counts()), self.kv.take_events()
-        finished = [state for state, _ in updated if state.finish_reason is not None]
         if finished:
             self.finish(finished)
         # Behind all that has to be done: the hook may fail.
-        if (on_scheduled := self.on_scheduled) is not None:
-            for state, num_tokens in updated:
+        if on_scheduled is not None:
+            for state, num_tokens in served:
                 on_scheduled(state, num_tokens)
         return pool, events, tuple(finished)
 
@@ -369,12 +392,8 @@ class Scheduler:
         state = self._states.get(request_id)
         if state is None or state.status is not RUNNING:
             raise ValueError(f"request {request_id!r} is not running, so it cannot be preempted")
-        scheduled_step = state.scheduled_step
         self._preempt(state, mode)
-        # The next step is open to every request, to this one as well.
-        self._view.closed = None
-        state.scheduled_step = scheduled_step
-        self._move_between_queues(0.0)
+        self._reopen()
         self.finish([])
 
     def abort(self, request_id: str) -> RequestState:
@@ -500,11 +519,15 @@ class Scheduler:
         """Return the running requests in the policy's order; None unless it proposes just these."""
         view, num_running = self._open_view(now), len(self._running)
         order: list[RequestState] = []
-        for state, wanted in islice(proposals(self.policy, view), num_running):
-            if wanted < 1:
-                return None
-            order.append(state)
-            view.token_budget -= 1
+        try:
+            for state, wanted in islice(self.policy.propose(view), num_running):
+                # What else a policy may say is judged when the step is taken by itself.
+                if type(wanted) is not int or wanted < 1:
+                    return None
+                order.append(state)
+                view.token_budget -= 1
+        except Exception as error:
+            raise failure(self.policy, "propose", error) from error
         return order if order == self._running or set(order) == set(self._running) else None
 
     def _open_view(self, now: float) -> View:
@@ -563,14 +586,20 @@ class Scheduler:
         while next(missing) > 0 or not (is_running or chosen or self._free_seats):
             if not candidates:
                 return []
-            if is_running:
-                victim = choose(policy, "victim", view, candidates=candidates)
-            else:
-                victim = choose(policy, "displace", view, state, candidates=candidates)
-            # A running request that is to leave itself, or a waiting one for which none should.
-            if victim is None or victim is state:
+            # The policy may take its list apart.
+            hook, asked = ("victim", (view,)) if is_running else ("displace", (view, state))
+            victim = ask(policy, hook, *asked, candidates.copy())
+            # A waiting request for which none should leave.
+            if victim is None and not is_running:
                 return []
-            candidates = [other for other in candidates if other is not victim]
+            try:
+                candidates.remove(victim)
+            except ValueError:
+                what = f"its `{hook}` chose {victim!r}; choose one of the candidates"
+                raise ValueError(f"policy {policy.name!r}: {what}") from None
+            # A running request that is to leave itself.
+            if victim is state:
+                return []
             chosen.append(victim)
             if policy.preempts_one_by_one:
                 break
@@ -627,9 +656,13 @@ class Scheduler:
         return bool(preempted)
 
     def _sibling(self, state: RequestState) -> RequestState | None:
-        if state.request.group is None or not self.policy.joins_running_batch:
+        """Return the parallel sample of the same prompt that has come farthest, if one can share it."""
+        is_alone = state.request.group is None or self.kv.config.reservation is not None
+        if is_alone or not self.policy.joins_running_batch:
             return None
-        return farthest_sibling(state, self._running) if self.kv.config.reservation is None else None
+        shared = attrgetter("group", "prompt", "cache_salt")
+        siblings = [one for one in self._running if shared(one.request) == shared(state.request)]
+        return max(siblings, key=lambda one: one.num_computed_tokens, default=None)
 
     def _preempt(self, state: RequestState, mode: str | None = None) -> None:
         """Take a request's seat and blocks, and its part of this step if it has one already."""
@@ -673,7 +706,7 @@ class Scheduler:
     def _vacate(self, state: RequestState) -> None:
         """Take back a request's seat, and its blocks if it holds any."""
         self._draft.was_freed = True
-        if self.kv.holds(state.id):
+        if self.kv.table(state.id):
             self.kv.free(state.id)
         assert state.seat is not None
         heappush(self._free_seats, state.seat)
@@ -736,13 +769,8 @@ class Scheduler:
 
     def _padding_rows(self, budget: int) -> tuple[Padding, ...]:
         """Return the rows of finished requests that still have their seats, as far as the budget goes."""
-        if not self._padding:
-            return ()
-        return tuple(
-            Padding(state.id, state.seat, state.num_computed_tokens)
-            for state in self._padding[:budget]
-            if state.seat is not None
-        )
+        rows = [(one.id, one.seat, one.num_computed_tokens) for one in self._padding[:budget]]
+        return tuple([Padding(name, seat, context) for name, seat, context in rows if seat is not None])
 
     def _update(
         self, state: RequestState, start: int, num_tokens: int, samples: bool, result: StepResult, now: float
@@ -760,9 +788,11 @@ class Scheduler:
             state.num_recomputed_tokens += min(end, peak) - start
         if end > peak:
             state.num_peak_computed_tokens = end
-        skipped = state.num_skipped_tokens
-        self.kv.update(state, start)
-        self._num_kv_tokens += num_tokens - state.num_skipped_tokens + skipped
+        self._num_kv_tokens += num_tokens
+        if self._updates_kv:
+            skipped = state.num_skipped_tokens
+            self.kv.update(state, start)
+            self._num_kv_tokens -= state.num_skipped_tokens - skipped
         if not samples:
             return
         state.output_token_ids.append(result.tokens[request_id])

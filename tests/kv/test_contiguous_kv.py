@@ -203,7 +203,7 @@ def test_contiguous_kv_finds_no_run_of_two_in_free_single_blocks():
         pool.free(str(place))
     assert pool.num_free_blocks == 8
     assert not join(pool, Request("pair", 1, 2))
-    assert not pool.holds("pair") and pool.num_free_blocks == 8
+    assert not pool.table("pair") and pool.num_free_blocks == 8
     pool.free("5")
     assert join(pool, Request("pair", 1, 2))
     assert pool.table("pair") == (4, 5)

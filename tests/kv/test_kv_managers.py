@@ -38,7 +38,7 @@ def test_kv_managers_serve_a_request_by_the_protocol_alone(name):
     assert pool.admit(state, None)
     assert pool.allocate("a", 9) is not None
     added = pool.table("a")
-    assert pool.holds("a") and pool.allocate("a", 9) == ()
+    assert pool.table("a") and pool.allocate("a", 9) == ()
     state.num_computed_tokens = 9
     pool.update(state, 0)
     state.num_tokens = 10

@@ -75,7 +75,7 @@ def of_running(value):
         ({"propose": fail}, "`propose` failed: KeyError: 'mistake'"),
         ({"propose": failing_generator}, "`propose` failed: ZeroDivisionError: a third one"),
         ({"propose": lambda self, view: view.running.sort()}, "`propose` failed: AttributeError"),
-        ({"propose": of_running(("r1", 2))}, "'r1' is not a request of the view"),
+        ({"propose": of_running(("r1", 2))}, "'str' object.*it must yield pairs of a request of the view"),
         ({"propose": of_running(None)}, "yield pairs of a request of the view and a number of tokens"),
         ({"propose": of_running((STRANGER, 2))}, "'z'.*propose requests of the view only"),
         *(

@@ -52,7 +52,8 @@ def test_requests_that_follow_may_tell_either_time():
         def follow(record):
             if record.id != "a":
                 return ()
-            return [Request("b", 1, 2, 5.0 + (1.7e9 if name_of_time == "of day" else 0.0), deadline=9.0)]
+            zero = 1.7e9 if name_of_time == "of day" else 0.0
+            return [Request("b", 1, 2, zero + 5.0, deadline=zero + 9.0)]
 
         return simulate([Request("a", 1, 2, 1.7e9)], "fcfs", cost=Linear(step=1.0), on_finish=follow)
 
