@@ -2,7 +2,9 @@
 
 import codecs
 import math
+import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
@@ -12,6 +14,10 @@ from numpy.typing import ArrayLike
 from cbresearch.request import Rejected, Request
 
 Rng = np.random.Generator
+
+_STAMP = re.compile(
+    r"((?:199|20\d)\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(?: ?(Z|[+-]\d\d(?::?\d\d)?))?", re.ASCII
+)
 
 Requests = Sequence[Request | Rejected]
 """A workload: requests, with a rejection in the place of each that cannot be served."""
@@ -50,15 +56,6 @@ def shown(value: object) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def check_text(key: str, text: str) -> bytes:
-    """Return a text in UTF-8; raises ValueError where it cannot be written so."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise ValueError(f"{key} has {half!r}, half a surrogate pair; write the whole character") from None
-
-
 def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
     """Return a file's lines that are not blank, each with its number from 1."""
     # Split as bytes: one line that is not UTF-8 must not cost the others.
@@ -73,7 +70,7 @@ def relative_seconds(times: Iterable[object], power: int = 0, *, since_first: bo
     nanoseconds, as the number of digits tells; 0 is then the earliest.
 
     Args:
-        times: Numbers, or their texts.
+        times: Numbers, or their texts, or stamps of a date and a time.
         power: A second has 10^power of their units, where they do not count from 1970.
         since_first: Whether 0 is the earliest even so.
 
@@ -95,9 +92,12 @@ def _exact(time: object) -> Decimal:
     # A float of a JSON file remembers its text.
     text = getattr(time, "text", str(time))
     try:
+        if stamp := _STAMP.fullmatch(text):
+            seconds = datetime.fromisoformat(f"{stamp[1]}{stamp[3] or 'Z'}").timestamp()
+            text = f"{seconds:.0f}{stamp[2] or ''}e9"
         number = Decimal(text if text.isascii() and "_" not in text else "nan")
         return number if 0 <= number < 10**20 else Decimal("nan")
-    except ArithmeticError:
+    except (ArithmeticError, ValueError):
         return Decimal("nan")
 
 

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from cbresearch.checks import count
 from cbresearch.request import Rejected, Request
 from cbresearch.workloads import readers
 from cbresearch.workloads.arrivals import Poisson, scale_rate, spread_arrivals
-from cbresearch.workloads.common import Rng, check_rng, numbered_lines
+from cbresearch.workloads.common import Rng, check_rng
 from cbresearch.workloads.presets import PRESETS
 
 # The first bytes of what is no text, what it is, and what to do.
@@ -31,6 +31,9 @@ _NO_TEXT = {
     b"(\xb5/\xfd": "packed by zstd; unpack it with unzstd",
 }
 
+# Imported where they are needed: some builds of Python lack one.
+_PACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
+
 # Which kinds an option is for.
 _KINDS = {
     "rate": ("vidur_lengths", "sharegpt", "openai_batch"),
@@ -41,10 +44,6 @@ _KINDS = {
 
 MOONCAKE_TICK = 3.0
 """Seconds to which the arrivals of Mooncake's conversation trace are rounded."""
-
-
-_AZURE = "https://raw.githubusercontent.com/Azure/AzurePublicDataset/master/data"
-_MOONCAKE = "https://raw.githubusercontent.com/kvcache-ai/Mooncake/main/FAST25-release/traces"
 
 
 class PublicTrace(NamedTuple):
@@ -61,30 +60,29 @@ class PublicTrace(NamedTuple):
     sha256: str
 
 
-TRACES: Mapping[str, PublicTrace] = MappingProxyType(
-    {
-        "azure_conv": PublicTrace(
-            "AzureLLMInferenceTrace_conv.csv",
-            f"{_AZURE}/AzureLLMInferenceTrace_conv.csv",
-            "2f1e5b666d4e3055fdbba98598ce2ec307767b9064e03e2fa46676dbcc7d0bf8",
-        ),
-        "azure_code": PublicTrace(
-            "AzureLLMInferenceTrace_code.csv",
-            f"{_AZURE}/AzureLLMInferenceTrace_code.csv",
-            "54e9a6d2a4bd06ba1e060304b900abbc74cbea53de96506e60fe5bb4f2277fb6",
-        ),
-        "mooncake_conversation": PublicTrace(
-            "mooncake_conversation_trace.jsonl",
-            f"{_MOONCAKE}/conversation_trace.jsonl",
-            "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df",
-        ),
-        "mooncake_synthetic": PublicTrace(
-            "mooncake_synthetic_trace.jsonl",
-            f"{_MOONCAKE}/synthetic_trace.jsonl",
-            "bd070915a98fc0ed264d7cfef2ce746002eb3076a695ec31ba2674c0111ec131",
-        ),
-    }
-)
+def _azure(part: str, sha256: str) -> PublicTrace:
+    file = f"AzureLLMInferenceTrace_{part}.csv"
+    folder = "https://raw.githubusercontent.com/Azure/AzurePublicDataset/master/data"
+    return PublicTrace(file, f"{folder}/{file}", sha256)
+
+
+def _mooncake(part: str, sha256: str) -> PublicTrace:
+    file = f"{part}_trace.jsonl"
+    folder = "https://raw.githubusercontent.com/kvcache-ai/Mooncake/main/FAST25-release/traces"
+    return PublicTrace(f"mooncake_{file}", f"{folder}/{file}", sha256)
+
+
+_TRACES = {
+    "azure_conv": _azure("conv", "2f1e5b666d4e3055fdbba98598ce2ec307767b9064e03e2fa46676dbcc7d0bf8"),
+    "azure_code": _azure("code", "54e9a6d2a4bd06ba1e060304b900abbc74cbea53de96506e60fe5bb4f2277fb6"),
+    "mooncake_conversation": _mooncake(
+        "conversation", "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df"
+    ),
+    "mooncake_synthetic": _mooncake(
+        "synthetic", "bd070915a98fc0ed264d7cfef2ce746002eb3076a695ec31ba2674c0111ec131"
+    ),
+}
+TRACES: Mapping[str, PublicTrace] = MappingProxyType(_TRACES)
 """The public traces that are known by name.
 
 - `azure_conv`, `azure_code`: an hour of conversations and of code completion at Azure, 2023; CC-BY 4.0; Patel
@@ -215,25 +213,18 @@ def read_trace(
     n = None if n is None else count(f"workload {name!r}: option n", n)
     content = _content(name)
     kind = readers.kind_of(name, content)
-    given = {"rate": rate is not None, "failures": failures != "skip", "spread": spread}
-    given["tokens_per_id"] = tokens_per_id is not None
-    for option in filter(given.get, given):
-        if kind not in _KINDS[option]:
-            where = " or ".join(_KINDS[option])
+    given = (rate is not None, failures != "skip", spread, tokens_per_id is not None)
+    for (option, kinds), is_given in zip(_KINDS.items(), given, strict=True):
+        if is_given and kind not in kinds:
             instead = "; scale its arrivals by speed" if option == "rate" else ""
-            raise ValueError(f"workload {name!r} is of the kind {kind}; {option} is for {where}{instead}")
+            where = f"{option} is for {' or '.join(kinds)}{instead}"
+            raise ValueError(f"workload {name!r} is of the kind {kind}; {where}")
     if rate is not None or spread:
         check_rng(rng)
     rng = rng if rng is not None else np.random.default_rng(0)
-    repairs: dict[str, int] = {}
-    if kind in readers.TABLES:
-        lines = numbered_lines(content)
-        requests, repairs = readers.read_rows(lines[: n and n + 1], kind, failures)
-    else:
-        requests = readers.read_json(islice(readers.records_of(content), n), kind, tokens_per_id)
+    requests, repairs = readers.read(content, kind, n, tokens_per_id=tokens_per_id, failures=failures)
     if not requests:
-        example = readers.EXAMPLES.get(kind, "a row that the header describes")
-        raise ValueError(f"workload {name!r} is empty; write one request a line, such as {example}")
+        raise ValueError(f"workload {name!r} is empty; {readers.remedy_for(kind)}")
     if rate is not None:
         times = Poisson(rate)(rng, len(requests)).tolist()
         requests = [replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
@@ -309,19 +300,9 @@ def _content(name: str) -> bytes:
     except OSError as error:
         raise ValueError(f"workload {name!r} cannot be read: {error.strerror}; name a file") from error
     try:
-        # Imported where they are needed: some builds of Python lack one.
-        if content.startswith(b"\x1f\x8b"):
-            import gzip
-
-            content = gzip.decompress(content)
-        elif content.startswith(b"BZh"):
-            import bz2
-
-            content = bz2.decompress(content)
-        elif content.startswith(b"\xfd7zXZ\x00"):
-            import lzma
-
-            content = lzma.decompress(content)
+        for start, module in _PACKERS.items():
+            if content.startswith(start):
+                content = import_module(module).decompress(content)
     # What an unpacker raises is up to it; whatever it is, the remedy is the same.
     except Exception as error:
         remedy = "the file was cut or spoilt, fetch it again"

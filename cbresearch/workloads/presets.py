@@ -18,7 +18,7 @@ from types import MappingProxyType
 from cbresearch.workloads.arrivals import AtOnce, Gamma, OnOff, Poisson
 from cbresearch.workloads.common import Requests, Rng
 from cbresearch.workloads.lengths import Coupled, Fixed, Geometric, Lognormal, Quantiles
-from cbresearch.workloads.readers import read_json, records_of
+from cbresearch.workloads.readers import read
 from cbresearch.workloads.requests import Prefixes, bundled, make_requests
 from cbresearch.workloads.sessions import Exponential, Sessions, conversations
 
@@ -44,7 +44,7 @@ def chat24(rng: Rng) -> Requests:
     The prompts are plain user texts, without a chat template. Answers may end early.
     """
     content = files("cbresearch").joinpath("data", "chat24.jsonl").read_bytes()
-    return read_json(records_of(content), "workload")
+    return read(content, "workload")[0]
 
 
 def classic60(rng: Rng) -> Requests:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cbresearch.checks import count
+from cbresearch.checks import count, text
 from cbresearch.request import Prompt, Rejected, Request, SamplingParams, listed
 from cbresearch.workloads.arrivals import Arrivals, draw_times
-from cbresearch.workloads.common import Rng, check_rng, check_text, require, split_rng
+from cbresearch.workloads.common import Rng, check_rng, require, split_rng
 from cbresearch.workloads.lengths import Draw, DrawPairs, Zipf, checked_lengths, drawn_lengths
 
 Encode = Callable[[str], Sequence[int]]
@@ -144,8 +144,8 @@ def _resolved(prompt: Prompt, encode: Encode | None, vocab_size: int | None, see
         num_tokens = estimated_tokens("the prompt", prompt)
         if encode is None:
             return num_tokens
-        text, prompt = prompt, tuple(encode(prompt))
-        require(len(prompt) > 0, "the prompt", text, "it encodes to no token; give at least one")
+        given, prompt = prompt, tuple(encode(prompt))
+        require(len(prompt) > 0, "the prompt", given, "it encodes to no token; give at least one")
     if vocab_size is None:
         return prompt
     if isinstance(prompt, int):
@@ -157,9 +157,10 @@ def _resolved(prompt: Prompt, encode: Encode | None, vocab_size: int | None, see
     return prompt
 
 
-def estimated_tokens(key: str, text: str) -> int:
+def estimated_tokens(name: str, value: str) -> int:
     """Return about how many tokens a text has: a quarter of its bytes in UTF-8, rounded up."""
-    return -(-len(check_text(key, text)) // 4)
+    text(name, value)
+    return -(-len(value.encode()) // 4)
 
 
 def draw_tokens(rng: Rng, num_tokens: int) -> tuple[int, ...]:
