@@ -29,31 +29,24 @@ def require(holds: bool, name: str, value: object, remedy: str) -> None:
         raise ValueError(f"{name} is {value!r}; {remedy}")
 
 
-def checked(name: str, drawn: ArrayLike, number: int, least: float, remedy: str, whole: bool) -> list[Any]:
+def checked(name: str, drawn: ArrayLike, number: int, remedy: str, *, whole: bool = False) -> list[Any]:
     """Return drawn numbers as a list; raises ValueError with the first that is not one of those allowed.
 
     Args:
         name: What one of them is, for error messages.
         drawn: The numbers.
         number: How many were asked for.
-        least: The smallest that is allowed; all are finite.
         remedy: What to draw instead.
-        whole: Whether only whole numbers are allowed.
+        whole: Whether they are whole numbers from 1 on, and not finite ones from 0 on.
     """
     values = np.asarray(drawn)
     if values.shape != (number,) or values.dtype.kind not in "iuf":
         raise ValueError(f"the {name}s are {values.dtype} of the shape {values.shape}; draw {number} numbers")
-    allowed = np.isfinite(values) & (values >= least) & ((values % 1 == 0) | (not whole))
+    allowed = np.isfinite(values) & (values >= whole) & ((values % 1 == 0) | (not whole))
     if not allowed.all():
         place = int(allowed.argmin())
         raise ValueError(f"{name} {place} is {values[place].item()!r}; {remedy}")
-    return list(values.tolist())
-
-
-def shown(value: object) -> str:
-    """Return a value as an error message shows it, cut short if it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return list(values.astype(int if whole else float).tolist())
 
 
 def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
@@ -101,14 +94,16 @@ def _exact(time: object) -> Decimal:
         return Decimal("nan")
 
 
-def check_rng(rng: object) -> None:
-    """Raise a ValueError unless it is a random generator of numpy."""
-    remedy = "give a random generator as rng, such as numpy.random.default_rng(0)"
-    require(isinstance(rng, Rng), "rng", rng, remedy)
+def checked_rng(rng: object) -> Rng:
+    """Return a random generator; raises ValueError unless it is one of numpy."""
+    if not isinstance(rng, Rng):
+        raise ValueError(
+            f"rng is {rng!r}; give a random generator as rng, such as numpy.random.default_rng(0)"
+        )
+    return rng
 
 
 def split_rng(rng: Rng, number: int) -> list[Rng]:
     """Return so many random generators, all seeded by one number that `rng` draws."""
-    check_rng(rng)
-    seed = int(rng.integers(2**63))
+    seed = int(checked_rng(rng).integers(2**63))
     return [np.random.default_rng([seed, part]) for part in range(number)]

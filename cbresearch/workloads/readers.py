@@ -17,7 +17,7 @@ from typing import Any
 from cbresearch.checks import count, text
 from cbresearch.names import suggestion
 from cbresearch.request import Prompt, Rejected, Request, SamplingParams
-from cbresearch.workloads.common import numbered_lines, relative_seconds, require, shown
+from cbresearch.workloads.common import numbered_lines, relative_seconds, require
 from cbresearch.workloads.requests import TO_THE_END, estimated_tokens
 
 Fields = dict[str, Any]
@@ -34,8 +34,8 @@ LAYOUTS: Mapping[str, tuple[str | None, str, str, str, int, int]] = {
     "mooncake": ("timestamp", "input_length", "output_length", "milliseconds, 0 or more", 3, 512),
     "qwen": ("timestamp", "input_length", "output_length", _SECONDS, 0, 16),
 }
-"""The kinds that record lengths: the names of arrivals, prompt lengths and output lengths; what an arrival is;
-a second has 10^0 or 10^3 of it; and the tokens of a block, for which an id stands. The CSV files have none."""
+"""The kinds that record lengths: the names of arrivals, prompt lengths and output lengths; what an arrival
+is; a second has 10^0 or 10^3 of it; and the tokens of a block, for which an id stands; CSV has none."""
 
 EXAMPLES: Mapping[str, str] = {
     "workload": '{"prompt": "Hello", "max_tokens": 32}',
@@ -105,7 +105,7 @@ def kind_of(name: str, content: bytes) -> str:
         # Each once, in the order of the table: two kinds may share a column.
         known = dict.fromkeys(column for names in tables.values() for column in names[1:])
         near = next((suggestion(column, known) for column in columns if column not in known), "")
-        line = f"the first line, {shown(','.join(columns))}, is no header of a known trace"
+        line = f"the first line, {','.join(columns)[:80]!r}, is no header of a known trace"
         also = "" if is_json else f", and no line is an object such as {EXAMPLES['workload']}"
         raise ValueError(f"workload {name!r}: {line}{also}; {near}")
     for _, value in records_of(content):
@@ -171,7 +171,7 @@ def read(
     for position, number, value in records:
         try:
             if not isinstance(value, dict):
-                said = value if isinstance(value, ValueError) else f"{shown(value)} is not an object"
+                said = value if isinstance(value, ValueError) else f"{value!r} is not an object"
                 raise ValueError(f"{said}; {remedy_for(kind)}")
             request = build(value, position)
             if (first := taken.setdefault(request.id, (number, position)))[1] != position:
@@ -180,7 +180,7 @@ def read(
             requests.append(request)
         except ValueError as error:
             fault = str(error)
-            fault = fault if len(fault) <= 300 else f"{fault[:150]} … {fault[-150:]}"
+            fault = fault if len(fault) <= 300 else f"{fault[:100]} … {fault[-200:]}"
             before = requests[-1].arrival if requests and kind in LAYOUTS else 0.0
             fields = value if isinstance(value, dict) else {}
             requests.append(_rejection(fields, position, f"line {number}: {fault}", before))
@@ -244,7 +244,7 @@ def sharegpt_request(fields: Fields, position: str) -> Request:
         asked, answer = "\n\n".join(text for _, text in turns[: places[0]]), turns[places[0]][1]
         max_tokens = estimated_tokens("the answer", answer)
     except (AttributeError, IndexError, KeyError, TypeError):
-        given = shown(fields.get("conversations"))
+        given = repr(fields.get("conversations"))
         remedy = f"give a user's text and an answer to it, such as {EXAMPLES['sharegpt']}"
         raise ValueError(f"conversations is {given}; {remedy}") from None
     made = {"prompt": asked, "max_tokens": max_tokens, "ignore_eos": True}
@@ -255,7 +255,7 @@ def openai_request(fields: Fields, position: str) -> Request:
     """Return the request of a line of an OpenAI batch file, see `read_trace`; raises ValueError."""
     body = fields.get("body")
     if not isinstance(body, dict):
-        raise ValueError(f"body is {shown(body)}; give an object, such as {EXAMPLES['openai_batch']}")
+        raise ValueError(f"body is {body!r}; give an object, such as {EXAMPLES['openai_batch']}")
     keys = {"messages": "prompt", "input": "prompt", "prompt": "prompt", "max_tokens": "max_tokens"}
     keys |= {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
     keys |= {key: key for key in _SAMPLING_KEYS}
@@ -267,7 +267,7 @@ def openai_request(fields: Fields, position: str) -> Request:
             parts = [part for it in contents for part in ([it] if isinstance(it, str) else it)]
             made["prompt"] = "\n\n".join(part if isinstance(part, str) else part["text"] for part in parts)
         except (KeyError, TypeError):
-            raise ValueError(f"messages is {shown(messages)}; only text is read, as content") from None
+            raise ValueError(f"messages is {messages!r}; only text is read, as content") from None
     return workload_request({"id": fields.get("custom_id")} | made, position)
 
 
@@ -275,7 +275,7 @@ def _recorded_request(kind: str, tokens_per_id: int, fields: Fields, position: s
     """Return the request of a trace that records lengths; raises ValueError."""
     time, prompt_name, output_name, unit, _, block = LAYOUTS[kind]
     if math.isnan(fields["arrival"]):
-        raise ValueError(f"{time} is {shown(fields.get(str(time)))}; write {unit}")
+        raise ValueError(f"{time} is {fields.get(str(time))!r}; write {unit}")
     length, output = (count(key, fields.get(key)) for key in (prompt_name, output_name))
     prompt: Prompt = length
     if block:
@@ -308,8 +308,8 @@ def _decoded(line: bytes) -> Any:
     try:
         return _DECODER.decode(line.decode())
     except (ValueError, RecursionError) as error:
-        given = shown(line.decode(errors="replace"))
-        return ValueError(f"{given} is not JSON in UTF-8 ({error})")
+        given = line.decode(errors="replace")
+        return ValueError(f"{given!r} is not JSON in UTF-8 ({error})")
 
 
 def _rejection(fields: Fields, position: str, error: str, before: float) -> Rejected:
@@ -334,7 +334,7 @@ def _rows_of(content: bytes, kind: str) -> Iterator[tuple[int, Fields | ValueErr
         cells = _cells(line, delimiter)
         if len(cells) != len(header):
             fault = f"{len(cells)} values where the header names {len(header)}"
-            yield number, ValueError(f"{fault}: {shown(','.join(cells))}")
+            yield number, ValueError(f"{fault}: {','.join(cells)!r}")
             continue
         row: Fields = dict(zip(header, cells, strict=True))
         for name in LAYOUTS[kind][1:3]:

@@ -255,4 +255,4 @@ def _joined(before: Prompt, new: tuple[int, ...] | int) -> Prompt:
 
 def _pauses(pause: Pause, rng: Rng, number: int) -> list[float]:
     drawn = pause(rng, number) if callable(pause) else np.full(number, real("think", pause))
-    return checked("pause", drawn, number, 0, "think must give finite seconds, 0 or more", whole=False)
+    return checked("pause", drawn, number, "think must give finite seconds, 0 or more")
