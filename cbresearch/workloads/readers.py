@@ -55,7 +55,7 @@ _SAMPLING_KEYS = tuple(field.name for field in fields_of(SamplingParams) if fiel
 
 _HALF, _LAST_ID = 2**32, 2**64 - 1
 
-_COUNT = re.compile(r"(\d{1,15})(\.0*)?", re.ASCII)
+_NUMBER = re.compile(r"\+?\d{1,15}(\.\d*)?(e\+?0?\d)?", re.ASCII | re.IGNORECASE)
 _VALUE = re.compile(r"[^\s,\[\]]")
 
 
@@ -338,8 +338,8 @@ def _rows_of(content: bytes, kind: str) -> Iterator[tuple[int, Fields | ValueErr
             continue
         row: Fields = dict(zip(header, cells, strict=True))
         for name in LAYOUTS[kind][1:3]:
-            if is_count := _COUNT.fullmatch(row[name]):
-                row[name] = int(is_count[1])
+            if _NUMBER.fullmatch(row[name]) and (tokens := float(row[name])).is_integer():
+                row[name] = int(tokens)
         yield number, row
 
 

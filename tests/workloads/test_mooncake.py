@@ -178,6 +178,12 @@ def test_mooncake_rejection_keeps_the_arrival_of_its_line(tmp_path, spoilt, arri
     assert rejected.arrival == arrival
 
 
+def test_mooncake_rejection_of_unknown_time_stays_behind_the_line_before(tmp_path):
+    requests = read(tmp_path, LINE, LINE | {"timestamp": None}, "oops", LINE)
+    assert [request.arrival for request in requests] == [27.5] * 4
+    assert len(workloads.spread_arrivals(requests, rng(), 3.0)) == 4
+
+
 @pytest.mark.parametrize("tokens_per_id", [0, 513, 1.0, True])
 def test_mooncake_id_stands_for_1_to_512_tokens(tmp_path, tokens_per_id):
     with pytest.raises(ValueError, match=r"tokens_per_id is .*; it must be an integer from 1 to 512"):

@@ -272,6 +272,12 @@ def test_csv_trace_rejects_a_bad_row_by_line_value_and_remedy_and_keeps_the_othe
     assert len(rejected.error) < 350
 
 
+@pytest.mark.parametrize("tokens", ["20", "20.0", "+20", "020", "2e1", "2E+01"])
+def test_csv_trace_takes_a_whole_number_of_tokens_however_it_is_written(tmp_path, tokens):
+    (request,) = read(tmp_path, VIDUR, f"0,{tokens},{tokens}").requests
+    assert (request.prompt, request.max_tokens) == (20, 20)
+
+
 @pytest.mark.parametrize("arrived", ["-1.0", "nan", "inf", "1e400", "", "1,5", "0x10"])
 def test_csv_trace_rejects_a_time_that_is_no_number_of_seconds(tmp_path, arrived):
     rejected, good = read(tmp_path, VIDUR, f'"{arrived}",3,4', "2.5,3,4").requests
