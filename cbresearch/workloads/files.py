@@ -213,7 +213,7 @@ def read_trace(
             instead = "; scale its arrivals by speed" if option == "rate" else ""
             where = f"{option} is for {' or '.join(kinds)}{instead}"
             raise ValueError(f"workload {name!r} is of the kind {kind}; {where}")
-    requests, repairs = readers.read(content, kind, n, tokens_per_id=tokens_per_id, failures=failures)
+    requests, repairs = readers.read(content, kind, n, tokens_per_id, failures)
     if not requests:
         raise ValueError(f"workload {name!r} is empty; {readers.remedy_for(kind)}")
     if rate is not None:

@@ -121,12 +121,7 @@ def remedy_for(kind: str) -> str:
 
 
 def read(
-    content: bytes,
-    kind: str,
-    n: int | None = None,
-    *,
-    tokens_per_id: int | None = None,
-    failures: str = "skip",
+    content: bytes, kind: str, n: int | None = None, tokens_per_id: int | None = None, failures: str = "skip"
 ) -> tuple[list[Request | Rejected], dict[str, int]]:
     """Return the requests of a file, and how often which repair was made.
 
@@ -244,9 +239,8 @@ def sharegpt_request(fields: Fields, position: str) -> Request:
         asked, answer = "\n\n".join(text for _, text in turns[: places[0]]), turns[places[0]][1]
         max_tokens = estimated_tokens("the answer", answer)
     except (AttributeError, IndexError, KeyError, TypeError):
-        given = repr(fields.get("conversations"))
         remedy = f"give a user's text and an answer to it, such as {EXAMPLES['sharegpt']}"
-        raise ValueError(f"conversations is {given}; {remedy}") from None
+        raise ValueError(f"conversations is {fields.get('conversations')!r}; {remedy}") from None
     made = {"prompt": asked, "max_tokens": max_tokens, "ignore_eos": True}
     return workload_request({"id": str(fields["id"])} | made if "id" in fields else made, position)
 
@@ -274,7 +268,7 @@ def openai_request(fields: Fields, position: str) -> Request:
 def _recorded_request(kind: str, tokens_per_id: int, fields: Fields, position: str) -> Request:
     """Return the request of a trace that records lengths; raises ValueError."""
     time, prompt_name, output_name, unit, _, block = LAYOUTS[kind]
-    if math.isnan(fields["arrival"]):
+    if math.isnan(arrival := fields["arrival"]):
         raise ValueError(f"{time} is {fields.get(str(time))!r}; write {unit}")
     length, output = (count(key, fields.get(key)) for key in (prompt_name, output_name))
     prompt: Prompt = length
@@ -289,9 +283,7 @@ def _recorded_request(kind: str, tokens_per_id: int, fields: Fields, position: s
         tokens = chain.from_iterable(_tokens(hash_id, tokens_per_id) for hash_id in ids)
         prompt = tuple(tokens)[: -(-length * tokens_per_id // block)]
     client = "" if block else fields.get("Session ID", "")
-    return Request(
-        position, prompt, output, fields["arrival"], TO_THE_END, client=client, output_length=output
-    )
+    return Request(position, prompt, output, arrival, TO_THE_END, client=client, output_length=output)
 
 
 def _tokens(hash_id: int, num_tokens: int) -> tuple[int, ...]:
@@ -308,8 +300,7 @@ def _decoded(line: bytes) -> Any:
     try:
         return _DECODER.decode(line.decode())
     except (ValueError, RecursionError) as error:
-        given = line.decode(errors="replace")
-        return ValueError(f"{given!r} is not JSON in UTF-8 ({error})")
+        return ValueError(f"{line.decode(errors='replace')!r} is not JSON in UTF-8 ({error})")
 
 
 def _rejection(fields: Fields, position: str, error: str, before: float) -> Rejected:
