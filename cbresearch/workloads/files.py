@@ -4,7 +4,6 @@ import hashlib
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -27,9 +26,6 @@ _NO_TEXT = {
     b"PK\x03\x04": "a ZIP archive or a workbook; unpack it, or save it as CSV",
     b"(\xb5/\xfd": "packed by zstd; unpack it with unzstd",
 }
-
-# Imported where they are needed: some builds of Python lack one.
-_PACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
 
 # Which kinds an option is for.
 _KINDS = {
@@ -290,9 +286,19 @@ def _content(name: str) -> bytes:
     except OSError as error:
         raise ValueError(f"workload {name!r} cannot be read: {error.strerror}; name a file") from error
     try:
-        for start, module in _PACKERS.items():
-            if content.startswith(start):
-                content = import_module(module).decompress(content)
+        # Imported where they are needed: some builds of Python lack one.
+        if content.startswith(b"\x1f\x8b"):
+            import gzip
+
+            content = gzip.decompress(content)
+        elif content.startswith(b"BZh"):
+            import bz2
+
+            content = bz2.decompress(content)
+        elif content.startswith(b"\xfd7zXZ\x00"):
+            import lzma
+
+            content = lzma.decompress(content)
     # What an unpacker raises is up to it; whatever it is, the remedy is the same.
     except Exception as error:
         remedy = "the file was cut or spoilt, fetch it again"
