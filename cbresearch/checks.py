@@ -1,6 +1,7 @@
 """Checks of what callers give; each names the value and what it must be."""
 
 import math
+import re
 from dataclasses import fields
 from numbers import Real
 from operator import index
@@ -18,6 +19,8 @@ class Bounds(NamedTuple):
     least: float = -math.inf
     most: float = math.inf
 
+
+_HALF_OF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 # What most options are.
 Number = Annotated[int, Bounds(1, 10**9)]
@@ -39,9 +42,8 @@ def text(name: str, value: Any, *, optional: bool = False) -> None:
     """
     if not isinstance(value, str) and not (optional and value is None):
         raise ValueError(f"{name} is {value!r}; it must be a text")
-    half = next((one for one in value or "" if "\ud800" <= one <= "\udfff"), None)
-    if half is not None:
-        raise ValueError(f"{name} has {half!r}, half a surrogate pair; write the whole character")
+    if half := _HALF_OF_A_PAIR.search(value or ""):
+        raise ValueError(f"{name} has {half[0]!r}, half a surrogate pair; write the whole character")
 
 
 def count(name: str, value: Any, least: float = 1, most: float = math.inf) -> int:

@@ -9,7 +9,7 @@ from itertools import groupby, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from cbresearch.checks import count, real
+from cbresearch.checks import check_numbers, count, real
 from cbresearch.request import Rejected, Request, listed
 from cbresearch.workloads.common import Requests, Rng, checked, require
 
@@ -44,8 +44,7 @@ class Gamma:
     exact_span: bool = False
 
     def __post_init__(self) -> None:
-        real("rate", self.rate, positive=True, unit="requests per second")
-        real("burstiness", self.burstiness, positive=True)
+        check_numbers(self)
 
     def __call__(self, rng: Rng, num_requests: int) -> Times:
         """Return the times; the last of n is expected at n / rate."""
@@ -91,10 +90,7 @@ class OnOff:
     off_rate: float = 0.0
 
     def __post_init__(self) -> None:
-        real("rate", self.rate, positive=True, unit="requests per second")
-        real("on_seconds", self.on_seconds, positive=True, unit="seconds")
-        real("off_seconds", self.off_seconds, positive=True, unit="seconds")
-        real("off_rate", self.off_rate, 0, self.rate)
+        check_numbers(self, off_rate=(0, self.rate))
 
     @property
     def on_fraction(self) -> float:
@@ -259,8 +255,8 @@ def draw_times(arrivals: Arrivals, rng: Rng, num_requests: int) -> list[float]:
 
 def _checked_times(drawn: Times | Sequence[float], number: int) -> list[float]:
     remedy = "times are finite seconds from 0 on, in order"
-    times = checked("arrival", drawn, number, 0, remedy, whole=False)
+    times = checked("arrival", drawn, number, remedy)
     for place, (before, time) in enumerate(pairwise(times), start=1):
         if time < before:
             raise ValueError(f"arrival {place} is {time!r}, behind {before!r}; {remedy}")
-    return [float(time) for time in times]
+    return times

@@ -2,7 +2,9 @@
 
 import codecs
 import math
+import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from decimal import Decimal
 from typing import Any
 
@@ -12,6 +14,10 @@ from numpy.typing import ArrayLike
 from cbresearch.request import Rejected, Request
 
 Rng = np.random.Generator
+
+_STAMP = re.compile(
+    r"((?:199|20\d)\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(?: ?(Z|[+-]\d\d(?::?\d\d)?))?", re.ASCII
+)
 
 Requests = Sequence[Request | Rejected]
 """A workload: requests, with a rejection in the place of each that cannot be served."""
@@ -23,40 +29,24 @@ def require(holds: bool, name: str, value: object, remedy: str) -> None:
         raise ValueError(f"{name} is {value!r}; {remedy}")
 
 
-def checked(name: str, drawn: ArrayLike, number: int, least: float, remedy: str, whole: bool) -> list[Any]:
+def checked(name: str, drawn: ArrayLike, number: int, remedy: str, *, whole: bool = False) -> list[Any]:
     """Return drawn numbers as a list; raises ValueError with the first that is not one of those allowed.
 
     Args:
         name: What one of them is, for error messages.
         drawn: The numbers.
         number: How many were asked for.
-        least: The smallest that is allowed; all are finite.
         remedy: What to draw instead.
-        whole: Whether only whole numbers are allowed.
+        whole: Whether they are whole numbers from 1 on, and not finite ones from 0 on.
     """
     values = np.asarray(drawn)
     if values.shape != (number,) or values.dtype.kind not in "iuf":
         raise ValueError(f"the {name}s are {values.dtype} of the shape {values.shape}; draw {number} numbers")
-    allowed = np.isfinite(values) & (values >= least) & ((values % 1 == 0) | (not whole))
+    allowed = np.isfinite(values) & (values >= whole) & ((values % 1 == 0) | (not whole))
     if not allowed.all():
         place = int(allowed.argmin())
         raise ValueError(f"{name} {place} is {values[place].item()!r}; {remedy}")
-    return list(values.tolist())
-
-
-def shown(value: object) -> str:
-    """Return a value as an error message shows it, cut short if it is long."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def check_text(key: str, text: str) -> bytes:
-    """Return a text in UTF-8; raises ValueError where it cannot be written so."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start]
-        raise ValueError(f"{key} has {half!r}, half a surrogate pair; write the whole character") from None
+    return list(values.astype(int if whole else float).tolist())
 
 
 def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
@@ -73,7 +63,7 @@ def relative_seconds(times: Iterable[object], power: int = 0, *, since_first: bo
     nanoseconds, as the number of digits tells; 0 is then the earliest.
 
     Args:
-        times: Numbers, or their texts.
+        times: Numbers, or their texts, or stamps of a date and a time.
         power: A second has 10^power of their units, where they do not count from 1970.
         since_first: Whether 0 is the earliest even so.
 
@@ -95,20 +85,25 @@ def _exact(time: object) -> Decimal:
     # A float of a JSON file remembers its text.
     text = getattr(time, "text", str(time))
     try:
+        if stamp := _STAMP.fullmatch(text):
+            seconds = datetime.fromisoformat(f"{stamp[1]}{stamp[3] or 'Z'}").timestamp()
+            text = f"{seconds:.0f}{stamp[2] or ''}e9"
         number = Decimal(text if text.isascii() and "_" not in text else "nan")
         return number if 0 <= number < 10**20 else Decimal("nan")
-    except ArithmeticError:
+    except (ArithmeticError, ValueError):
         return Decimal("nan")
 
 
-def check_rng(rng: object) -> None:
-    """Raise a ValueError unless it is a random generator of numpy."""
-    remedy = "give a random generator as rng, such as numpy.random.default_rng(0)"
-    require(isinstance(rng, Rng), "rng", rng, remedy)
+def checked_rng(rng: object) -> Rng:
+    """Return a random generator; raises ValueError unless it is one of numpy."""
+    if not isinstance(rng, Rng):
+        raise ValueError(
+            f"rng is {rng!r}; give a random generator as rng, such as numpy.random.default_rng(0)"
+        )
+    return rng
 
 
 def split_rng(rng: Rng, number: int) -> list[Rng]:
     """Return so many random generators, all seeded by one number that `rng` draws."""
-    check_rng(rng)
-    seed = int(rng.integers(2**63))
+    seed = int(checked_rng(rng).integers(2**63))
     return [np.random.default_rng([seed, part]) for part in range(number)]

@@ -3,21 +3,17 @@
 import hashlib
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
-
-import numpy as np
 
 from cbresearch import names
 from cbresearch.checks import count
 from cbresearch.request import Rejected, Request
 from cbresearch.workloads import readers
 from cbresearch.workloads.arrivals import Poisson, scale_rate, spread_arrivals
-from cbresearch.workloads.common import Rng, check_rng, numbered_lines
+from cbresearch.workloads.common import Rng, checked_rng
 from cbresearch.workloads.presets import PRESETS
 
 # The first bytes of what is no text, what it is, and what to do.
@@ -43,10 +39,6 @@ MOONCAKE_TICK = 3.0
 """Seconds to which the arrivals of Mooncake's conversation trace are rounded."""
 
 
-_AZURE = "https://raw.githubusercontent.com/Azure/AzurePublicDataset/master/data"
-_MOONCAKE = "https://raw.githubusercontent.com/kvcache-ai/Mooncake/main/FAST25-release/traces"
-
-
 class PublicTrace(NamedTuple):
     """A published trace.
 
@@ -61,29 +53,25 @@ class PublicTrace(NamedTuple):
     sha256: str
 
 
+def _published(name: str, sha256: str) -> PublicTrace:
+    maker, _, part = name.partition("_")
+    file = f"AzureLLMInferenceTrace_{part}.csv" if maker == "azure" else f"{name}_trace.jsonl"
+    return PublicTrace(file, _ADDRESSES[maker].format(part), sha256)
+
+
+_GITHUB = "https://raw.githubusercontent.com"
+_ADDRESSES = {
+    "azure": f"{_GITHUB}/Azure/AzurePublicDataset/master/data/AzureLLMInferenceTrace_{{}}.csv",
+    "mooncake": f"{_GITHUB}/kvcache-ai/Mooncake/main/FAST25-release/traces/{{}}_trace.jsonl",
+}
+_SHA256 = {
+    "azure_conv": "2f1e5b666d4e3055fdbba98598ce2ec307767b9064e03e2fa46676dbcc7d0bf8",
+    "azure_code": "54e9a6d2a4bd06ba1e060304b900abbc74cbea53de96506e60fe5bb4f2277fb6",
+    "mooncake_conversation": "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df",
+    "mooncake_synthetic": "bd070915a98fc0ed264d7cfef2ce746002eb3076a695ec31ba2674c0111ec131",
+}
 TRACES: Mapping[str, PublicTrace] = MappingProxyType(
-    {
-        "azure_conv": PublicTrace(
-            "AzureLLMInferenceTrace_conv.csv",
-            f"{_AZURE}/AzureLLMInferenceTrace_conv.csv",
-            "2f1e5b666d4e3055fdbba98598ce2ec307767b9064e03e2fa46676dbcc7d0bf8",
-        ),
-        "azure_code": PublicTrace(
-            "AzureLLMInferenceTrace_code.csv",
-            f"{_AZURE}/AzureLLMInferenceTrace_code.csv",
-            "54e9a6d2a4bd06ba1e060304b900abbc74cbea53de96506e60fe5bb4f2277fb6",
-        ),
-        "mooncake_conversation": PublicTrace(
-            "mooncake_conversation_trace.jsonl",
-            f"{_MOONCAKE}/conversation_trace.jsonl",
-            "b8cbb061a85206d729d91cdc2981f43c9e0d99209dce588d3af5f7934408b9df",
-        ),
-        "mooncake_synthetic": PublicTrace(
-            "mooncake_synthetic_trace.jsonl",
-            f"{_MOONCAKE}/synthetic_trace.jsonl",
-            "bd070915a98fc0ed264d7cfef2ce746002eb3076a695ec31ba2674c0111ec131",
-        ),
-    }
+    {name: _published(name, _SHA256[name]) for name in _SHA256}
 )
 """The public traces that are known by name.
 
@@ -132,8 +120,8 @@ def load(source: str | os.PathLike[str], rng: Rng) -> list[Request | Rejected]:
     """
     name = _name(source)
     if name.partition(":")[0] in PRESETS:
-        check_rng(rng)
-        made = list(names.build("workload", name, {key: partial(PRESETS[key], rng) for key in PRESETS}))
+        factories = {key: partial(preset, checked_rng(rng)) for key, preset in PRESETS.items()}
+        made = list(names.build("workload", name, factories))
         if not made:
             raise ValueError(f"workload {name!r} has no requests; ask for at least 1")
         return made
@@ -215,29 +203,20 @@ def read_trace(
     n = None if n is None else count(f"workload {name!r}: option n", n)
     content = _content(name)
     kind = readers.kind_of(name, content)
-    given = {"rate": rate is not None, "failures": failures != "skip", "spread": spread}
-    given["tokens_per_id"] = tokens_per_id is not None
-    for option in filter(given.get, given):
-        if kind not in _KINDS[option]:
-            where = " or ".join(_KINDS[option])
+    given = (rate is not None, failures != "skip", spread, tokens_per_id is not None)
+    for (option, kinds), is_given in zip(_KINDS.items(), given, strict=True):
+        if is_given and kind not in kinds:
             instead = "; scale its arrivals by speed" if option == "rate" else ""
-            raise ValueError(f"workload {name!r} is of the kind {kind}; {option} is for {where}{instead}")
-    if rate is not None or spread:
-        check_rng(rng)
-    rng = rng if rng is not None else np.random.default_rng(0)
-    repairs: dict[str, int] = {}
-    if kind in readers.TABLES:
-        lines = numbered_lines(content)
-        requests, repairs = readers.read_rows(lines[: n and n + 1], kind, failures)
-    else:
-        requests = readers.read_json(islice(readers.records_of(content), n), kind, tokens_per_id)
+            where = f"{option} is for {' or '.join(kinds)}{instead}"
+            raise ValueError(f"workload {name!r} is of the kind {kind}; {where}")
+    requests, repairs = readers.read(content, kind, n, tokens_per_id, failures)
     if not requests:
-        example = readers.EXAMPLES.get(kind, "a row that the header describes")
-        raise ValueError(f"workload {name!r} is empty; write one request a line, such as {example}")
+        raise ValueError(f"workload {name!r} is empty; {readers.remedy_for(kind)}")
     if rate is not None:
-        times = Poisson(rate)(rng, len(requests)).tolist()
-        requests = [replace(request, arrival=time) for request, time in zip(requests, times, strict=True)]
-    requests = spread_arrivals(requests, rng, MOONCAKE_TICK) if spread else requests
+        times = Poisson(rate)(checked_rng(rng), len(requests)).tolist()
+        requests = [request.moved(time) for request, time in zip(requests, times, strict=True)]
+    if spread:
+        requests = spread_arrivals(requests, checked_rng(rng), MOONCAKE_TICK)
     return TraceFile(kind, scale_rate(requests, speed) if speed != 1 else requests, repairs)
 
 
@@ -281,9 +260,7 @@ def fetch(name: str, downloader: Callable[[str, str, object], None] | None = Non
     # What a downloader raises is up to it; whatever it is, the remedy is the same.
     except Exception as error:
         install = "pip install pooch, or " if isinstance(error, ImportError) else ""
-        by_hand = (
-            f"download {trace.url} into a folder as {trace.file}, and name the folder in CBRESEARCH_DATA"
-        )
+        by_hand = f"download {trace.url} into the folder that CBRESEARCH_DATA names, as {trace.file}"
         raise ValueError(f"trace {name!r} cannot be downloaded: {error}; {install}{by_hand}") from error
     return path
 

@@ -129,12 +129,11 @@ class Lognormal(Lengths):
     def __post_init__(self) -> None:
         _check_range(self.minimum, self.maximum)
         real("sigma", self.sigma, 0, 10)
-        least, most, reach = self.minimum, self.maximum, 10 * self.sigma
-        location = math.nan
         if self.sigma:
-            location = _solved(self._clipped_mean, self.mean, math.log(least) - reach, math.log(most) + reach)
+            low, high, reach = math.log(self.minimum), math.log(self.maximum), 10 * self.sigma
+            location = _solved(self._clipped_mean, self.mean, low - reach, high + reach)
         else:
-            real("mean", self.mean, least, most)
+            location = math.log(real("mean", self.mean, self.minimum, self.maximum))
         object.__setattr__(self, "_location", location)
 
     def __call__(self, rng: Rng, num_requests: int) -> Tokens:
@@ -259,17 +258,15 @@ class Quantiles(Lengths):
     def __post_init__(self) -> None:
         points = np.asarray(self.points)
         is_table = points.ndim == 2 and points.shape[1] == 2 and points.dtype.kind in "iuf"
-        require(
-            is_table, "points", self.points, "give pairs of numbers, such as ((0, 1), (0.5, 20), (1, 90))"
-        )
+        remedy = "give pairs of numbers, such as ((0, 1), (0.5, 20), (1, 90))"
+        require(is_table, "points", self.points, remedy)
         fractions, lengths = points.T
         if fractions[0] != 0 or fractions[-1] != 1 or np.any(np.diff(fractions) <= 0):
             raise ValueError(f"the fractions are {fractions.tolist()}; they must grow from 0 to 1")
         if lengths[0] < 1 or np.any(np.diff(lengths) < 0) or not math.isfinite(lengths[-1]):
             raise ValueError(f"the lengths are {lengths.tolist()}; they must be at least 1 and grow")
         # (1 / 10^6)^-50 is still a float.
-        power = _solved(self._mean_under, self.mean, -50.0, 50.0)
-        object.__setattr__(self, "_power", power)
+        object.__setattr__(self, "_power", _solved(self._mean_under, self.mean, -50.0, 50.0))
 
     def quantile(self, fractions: Fractions) -> Fractions:
         """Return the length at each fraction, not rounded."""
@@ -368,8 +365,7 @@ class Joint:
 
 def checked_lengths(drawn: Sequence[int] | Tokens, number: int) -> list[int]:
     """Return drawn lengths as a list; raises ValueError unless they are so many whole numbers from 1 on."""
-    remedy = "lengths are whole numbers of at least 1 token"
-    return [int(length) for length in checked("length", drawn, number, 1, remedy, whole=True)]
+    return checked("length", drawn, number, "lengths are whole numbers of at least 1 token", whole=True)
 
 
 def drawn_lengths(draw: Draw, rng: Rng, number: int) -> list[int]:
@@ -402,9 +398,8 @@ def _solved(mean_of: Callable[[float], float], mean: float, low: float, high: fl
     least, most = mean_of(low), mean_of(high)
     if least == mean == most:
         return low
-    require(
-        least < mean < most, "mean", mean, f"it must lie between {least:.6g} and {most:.6g}, and off both"
-    )
+    remedy = f"it must lie between {least:.6g} and {most:.6g}, and off both"
+    require(least < mean < most, "mean", mean, remedy)
     return float(brentq(lambda parameter: mean_of(parameter) - mean, low, high, xtol=1e-15))
 
 

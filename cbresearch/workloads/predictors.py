@@ -115,8 +115,6 @@ def predict(requests: Requests, predictor: str | Predictor, rng: Rng) -> list[Re
     predicted = list(chosen(known, rng))
     if len(predicted) != len(known):
         raise ValueError(f"{len(predicted)} predictions for {len(known)} requests; give each request one")
-    lengths = iter(predicted)
-    return [
-        replace(request, predicted_output=next(lengths)) if isinstance(request, Request) else request
-        for request in requests
-    ]
+    pairs = zip(known, predicted, strict=True)
+    told = (replace(request, predicted_output=length) for request, length in pairs)
+    return [next(told) if isinstance(request, Request) else request for request in requests]

@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping
 from importlib.resources import files
 from inspect import getdoc
 from types import MappingProxyType
+from typing import Any
 
 from cbresearch.workloads.arrivals import AtOnce, Gamma, OnOff, Poisson
 from cbresearch.workloads.common import Requests, Rng
 from cbresearch.workloads.lengths import Coupled, Fixed, Geometric, Lognormal, Quantiles
-from cbresearch.workloads.readers import read_json, records_of
+from cbresearch.workloads.readers import read
 from cbresearch.workloads.requests import Prefixes, bundled, make_requests
 from cbresearch.workloads.sessions import Exponential, Sessions, conversations
 
@@ -44,7 +45,7 @@ def chat24(rng: Rng) -> Requests:
     The prompts are plain user texts, without a chat template. Answers may end early.
     """
     content = files("cbresearch").joinpath("data", "chat24.jsonl").read_bytes()
-    return read_json(records_of(content), "workload")
+    return read(content, "workload")[0]
 
 
 def classic60(rng: Rng) -> Requests:
@@ -111,7 +112,7 @@ def rag(rng: Rng, *, rate: float = 1.0, n: int = 64, size: float = 1.0) -> Reque
     """
     mean, shared = 15325.48, 0.64
     own = Lognormal(mean * (1 - shared), 1.0, 16384).scaled(size)
-    documents = Prefixes(16, Fixed(max(1, round(mean * shared * size))), exponent=1.0)
+    documents = Prefixes(16, _fixed(mean * shared, size), exponent=1.0)
     lengths = (own, _of("mooncake_synthetic outputs", size))
     return make_requests(Poisson(rate), lengths, n, rng, prefixes=documents)
 
@@ -140,17 +141,9 @@ def multi_turn(rng: Rng, *, rate: float = 0.5, n: int = 32, size: float = 1.0) -
 
 def multi_turn_sessions(rng: Rng, *, rate: float = 0.5, n: int = 32, size: float = 1.0) -> Sessions:
     """Return the chats of `multi_turn` for a closed loop: `start()` gives the requests and `on_finish`."""
-    return conversations(
-        Poisson(rate),
-        n,
-        rng,
-        turns=Geometric(4.0),
-        texts=Lognormal(512, 1.0, 8192).scaled(size),
-        outputs=_of("mooncake_conversation outputs", size),
-        think=Exponential(20.0),
-        prefixes=Prefixes(1, Fixed(max(1, round(512 * size)))),
-        max_context=math.ceil(131_072 * size),
-    )
+    texts, outputs = Lognormal(512, 1.0, 8192).scaled(size), _of("mooncake_conversation outputs", size)
+    drawn = {"turns": Geometric(4.0), "texts": texts, "outputs": outputs, "think": Exponential(20.0)}
+    return _sessions(rng, rate, n, size, Prefixes(1, _fixed(512, size)), drawn)
 
 
 def agents(rng: Rng, *, rate: float = 0.2, n: int = 16, size: float = 1.0) -> Requests:
@@ -168,17 +161,14 @@ def agents(rng: Rng, *, rate: float = 0.2, n: int = 16, size: float = 1.0) -> Re
 
 def agents_sessions(rng: Rng, *, rate: float = 0.2, n: int = 16, size: float = 1.0) -> Sessions:
     """Return the agents of `agents` for a closed loop: `start()` gives the requests and `on_finish`."""
-    return conversations(
-        Poisson(rate),
-        n,
-        rng,
-        turns=Geometric(8.0, minimum=2),
-        texts=Lognormal(1024, 1.0, 16384).scaled(size),
-        outputs=Lognormal(182, 1.0, 4096).scaled(size),
-        think=Exponential(2.0),
-        prefixes=Prefixes(4, Fixed(max(1, round(2048 * size)))),
-        max_context=math.ceil(131_072 * size),
-    )
+    texts, outputs = Lognormal(1024, 1.0, 16384).scaled(size), Lognormal(182, 1.0, 4096).scaled(size)
+    drawn = {
+        "turns": Geometric(8.0, minimum=2),
+        "texts": texts,
+        "outputs": outputs,
+        "think": Exponential(2.0),
+    }
+    return _sessions(rng, rate, n, size, Prefixes(4, _fixed(2048, size)), drawn)
 
 
 def batch(rng: Rng, *, n: int = 256, size: float = 1.0) -> Requests:
@@ -193,12 +183,9 @@ def batch(rng: Rng, *, n: int = 256, size: float = 1.0) -> Requests:
     return make_requests(AtOnce(), (prompts, outputs), n, rng)
 
 
-_SMALL = (chat24, classic60, lognormal128, poisson64)
-_BY_APPLICATION = (chat, code, rag, summarization, multi_turn, agents, batch)
+_ALL = (chat24, classic60, lognormal128, poisson64, chat, code, rag, summarization, multi_turn, agents, batch)
 
-PRESETS: Mapping[str, Callable[..., Requests]] = MappingProxyType(
-    {preset.__name__: preset for preset in (*_SMALL, *_BY_APPLICATION)}
-)
+PRESETS: Mapping[str, Callable[..., Requests]] = MappingProxyType({one.__name__: one for one in _ALL})
 """The presets by name: each makes requests with a random generator; its keywords are the name's options."""
 
 
@@ -215,3 +202,12 @@ def _of(part: str, size: float) -> Quantiles:
 
 def _pairs(trace: str, size: float, correlation: float) -> Coupled:
     return Coupled(_of(f"{trace} prompts", size), _of(f"{trace} outputs", size), correlation)
+
+
+def _fixed(tokens: float, size: float) -> Fixed:
+    return Fixed(max(1, round(tokens * size)))
+
+
+def _sessions(rng: Rng, rate: float, n: int, size: float, prefixes: Prefixes, drawn: Any) -> Sessions:
+    limit = math.ceil(131_072 * size)
+    return conversations(Poisson(rate), n, rng, prefixes=prefixes, max_context=limit, **drawn)

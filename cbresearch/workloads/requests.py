@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from cbresearch.checks import count
+from cbresearch.checks import count, text
 from cbresearch.request import Prompt, Rejected, Request, SamplingParams, listed
 from cbresearch.workloads.arrivals import Arrivals, draw_times
-from cbresearch.workloads.common import Rng, check_rng, check_text, require, split_rng
+from cbresearch.workloads.common import Rng, checked_rng, require, split_rng
 from cbresearch.workloads.lengths import Draw, DrawPairs, Zipf, checked_lengths, drawn_lengths
 
 Encode = Callable[[str], Sequence[int]]
@@ -87,8 +87,8 @@ def make_requests(
     prompts, outputs = checked_pairs(lengths, for_lengths, num_requests)
     if prefixes is None:
         return bundled(prompts, outputs, times, client)
-    pairs = zip(prefixes.draw(for_prefixes, num_requests), prompts, strict=True)
-    prefixed = [prefix + draw_tokens(for_prefixes, length) for prefix, length in pairs]
+    begins = zip(prefixes.draw(for_prefixes, num_requests), prompts, strict=True)
+    prefixed = [begin + draw_tokens(for_prefixes, length) for begin, length in begins]
     return bundled(prefixed, outputs, times, client)
 
 
@@ -124,8 +124,7 @@ def resolve_prompts(
         ValueError: `vocab_size` is below 1.
     """
     vocab_size = None if vocab_size is None else count("vocab_size", vocab_size)
-    check_rng(rng)
-    seed = int(rng.integers(2**63))
+    seed = int(checked_rng(rng).integers(2**63))
     resolved: list[Request | Rejected] = []
     for position, request in enumerate(listed(requests)):
         if isinstance(request, Request):
@@ -144,22 +143,23 @@ def _resolved(prompt: Prompt, encode: Encode | None, vocab_size: int | None, see
         num_tokens = estimated_tokens("the prompt", prompt)
         if encode is None:
             return num_tokens
-        text, prompt = prompt, tuple(encode(prompt))
-        require(len(prompt) > 0, "the prompt", text, "it encodes to no token; give at least one")
+        given, prompt = prompt, tuple(encode(prompt))
+        require(len(prompt) > 0, "the prompt", given, "it encodes to no token; give at least one")
     if vocab_size is None:
         return prompt
     if isinstance(prompt, int):
         require(prompt <= MAX_DRAWN_TOKENS, "the prompt's length", prompt, f"give at most {MAX_DRAWN_TOKENS}")
         return tuple(np.random.default_rng(seed).integers(vocab_size, size=prompt).tolist())
-    if min(prompt) < 0 or max(prompt) >= vocab_size:
-        place, token = next(pair for pair in enumerate(prompt) if not 0 <= pair[1] < vocab_size)
+    if (token := max(prompt)) >= vocab_size:
+        place = prompt.index(token)
         raise ValueError(f"the prompt's token {place} is {token}; use ids from 0 to {vocab_size - 1}")
     return prompt
 
 
-def estimated_tokens(key: str, text: str) -> int:
+def estimated_tokens(name: str, value: str) -> int:
     """Return about how many tokens a text has: a quarter of its bytes in UTF-8, rounded up."""
-    return -(-len(check_text(key, text)) // 4)
+    text(name, value)
+    return -(-len(value.encode()) // 4)
 
 
 def draw_tokens(rng: Rng, num_tokens: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """Closed loops: users that wait for each answer before their next request, chats of many turns, agents."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -227,7 +228,7 @@ def conversations(
     """
     for_times, for_turns, for_texts, for_outputs, for_pauses, for_tokens = split_rng(rng, 6)
     times = draw_times(arrivals, for_times, num_sessions)
-    max_context = None if max_context is None else count("max_context", max_context)
+    limit = math.inf if max_context is None else count("max_context", max_context)
     begins = [()] * num_sessions if prefixes is None else prefixes.draw(for_tokens, num_sessions)
     numbers = drawn_lengths(turns, for_turns, num_sessions)
     sessions = []
@@ -236,12 +237,12 @@ def conversations(
         answers = drawn_lengths(outputs, for_outputs, number)
         pauses = [start, *_pauses(think, for_pauses, number)[1:]]
         made, context = [], len(begin)
-        for turn, (length, output, pause) in enumerate(zip(new, answers, pauses, strict=True)):
+        for length, output, pause in zip(new, answers, pauses, strict=True):
             context += length + output
-            if max_context is not None and context > max_context:
+            if context > limit:
                 break
-            text = draw_tokens(for_tokens, length)
-            made.append(Turn(text if turn else begin + text, output, pause))
+            made.append(Turn(begin + draw_tokens(for_tokens, length), output, pause))
+            begin = ()
         sessions.append(Session(f"session{place}", tuple(made), remembers=True))
     return Sessions(tuple(sessions))
 
@@ -255,4 +256,4 @@ def _joined(before: Prompt, new: tuple[int, ...] | int) -> Prompt:
 
 def _pauses(pause: Pause, rng: Rng, number: int) -> list[float]:
     drawn = pause(rng, number) if callable(pause) else np.full(number, real("think", pause))
-    return checked("pause", drawn, number, 0, "think must give finite seconds, 0 or more", whole=False)
+    return checked("pause", drawn, number, "think must give finite seconds, 0 or more")

@@ -140,9 +140,9 @@ def test_mooncake_blocks_are_prefix_cache_hits(tmp_path):
 BAD_LINES = {
     "no timestamp": (
         {"timestamp": None},
-        "timestamp is None; it must be a number of ms, 0 or more",
+        "timestamp is None; write milliseconds, 0 or more",
     ),
-    "endless": ({"timestamp": float("inf")}, "timestamp is inf; it must be a number of ms"),
+    "endless": ({"timestamp": float("inf")}, "timestamp is inf; write milliseconds"),
     "negative time": ({"timestamp": -1}, "timestamp is -1"),
     "no input": (
         {"input_length": 0, "hash_ids": []},
@@ -155,10 +155,10 @@ BAD_LINES = {
     "no ids": ({"hash_ids": None}, "hash_ids is None; it must be a list of integers"),
     "a text": (
         {"hash_ids": [0, "7", 8]},
-        "hash_ids has '7' at place 1; ids are integers from 0 to 18446744073709551615",
+        "an id of hash_ids is '7'; it must be an integer from 0 to 18446744073709551615",
     ),
-    "a negative id": ({"hash_ids": [0, 7, -8]}, "hash_ids has -8 at place 2"),
-    "an id of 65 bits": ({"hash_ids": [0, 7, 2**64]}, "hash_ids has 18446744073709551616 at place 2"),
+    "a negative id": ({"hash_ids": [0, 7, -8]}, "an id of hash_ids is -8"),
+    "an id of 65 bits": ({"hash_ids": [0, 7, 2**64]}, "an id of hash_ids is 18446744073709551616"),
 }
 
 
@@ -176,6 +176,12 @@ def test_mooncake_trace_rejects_a_bad_line_by_number_and_value_and_keeps_the_oth
 def test_mooncake_rejection_keeps_the_arrival_of_its_line(tmp_path, spoilt, arrival):
     (rejected,) = read(tmp_path, LINE | spoilt)
     assert rejected.arrival == arrival
+
+
+def test_mooncake_rejection_of_unknown_time_stays_behind_the_line_before(tmp_path):
+    requests = read(tmp_path, LINE, LINE | {"timestamp": None}, "oops", LINE)
+    assert [request.arrival for request in requests] == [27.5] * 4
+    assert len(workloads.spread_arrivals(requests, rng(), 3.0)) == 4
 
 
 @pytest.mark.parametrize("tokens_per_id", [0, 513, 1.0, True])

@@ -383,12 +383,6 @@ OF_NO_NUMBER = {
     "lengths of turns": lambda it: conversations(AtOnce(), 1, rng(), **(SESSION | {"turns": it})),
     "lengths of texts": lambda it: conversations(AtOnce(), 1, rng(), **(SESSION | {"texts": it})),
     "max_context": lambda it: conversations(AtOnce(), 1, rng(), **SESSION, max_context=it),
-    "request 0 of the workload": lambda it: workloads.merge([[it]]),
-    "request 0 of the workload to scale": lambda it: workloads.scale_rate([it], 2),
-    "request 0 of the workload to resolve": lambda it: workloads.resolve_prompts([it], None, 9, rng()),
-    "request 0 of the workload to predict": lambda it: workloads.predict([it], "oracle", rng()),
-    "request 0 of the workload to spread": lambda it: workloads.spread_arrivals([it], rng(), 3.0),
-    "request 0 of the workload to draw from": lambda it: Joint.of([it]),
     "size": lambda it: workloads.chat(rng(), size=it),
     "size of rag": lambda it: workloads.rag(rng(), size=it),
     "rate of a preset": lambda it: workloads.agents(rng(), rate=it),
@@ -414,6 +408,25 @@ OF_NO_NUMBER = {
 def test_parameter_of_another_kind_raises_a_line_that_names_it_and_its_value(name, value):
     with pytest.raises(ValueError, match=f"{name.partition(' of ')[0]}.* is ") as caught:
         OF_NO_NUMBER[name](value)
+    said = str(caught.value)
+    assert repr(value) in said and "; " in said and "\n" not in said
+
+
+@pytest.mark.parametrize("value", [[], math.nan, -1.5, {}, False], ids=repr)
+@pytest.mark.parametrize(
+    "function",
+    [
+        workloads.merge,
+        lambda requests: workloads.scale_rate(requests, 2),
+        lambda requests: workloads.resolve_prompts(requests, None, 9, rng()),
+        lambda requests: workloads.predict(requests, "oracle", rng()),
+        lambda requests: workloads.spread_arrivals(requests, rng(), 3.0),
+        Joint.of,
+    ],
+)
+def test_workload_of_something_else_than_requests_raises_a_line_that_shows_it(function, value):
+    with pytest.raises(TypeError, match="entry 0 of the requests is ") as caught:
+        function([value])
     said = str(caught.value)
     assert repr(value) in said and "; " in said and "\n" not in said
 

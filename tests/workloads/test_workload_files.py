@@ -195,7 +195,7 @@ def test_burstgpt_trace_names_its_sessions_and_counts_its_failures(tmp_path):
     assert trace.repairs == {"failed requests left out": 1}
     rejected = read(tmp_path, *lines, failures="reject").requests[1]
     assert rejected == Rejected(
-        "1", "line 3: Response tokens is 0; a request has at least 1 token of each", 40.5
+        "1", "line 3: Response tokens is 0; it must be an integer of at least 1", 40.5
     )
     assert len(workloads.load(f"{tmp_path / 'trace.csv'}:failures=reject", rng())) == 3
 
@@ -231,15 +231,30 @@ BAD_ROWS = {
     "a word for a time": ("now,374,44", "TIMESTAMP is 'now'; write a UTC time such as"),
     "no such zone": ("2023-11-16 18:15:46+99:00,374,44", "write a UTC time"),
     "a zone by name": ("2023-11-16 18:15:46 UTC,374,44", "write a UTC time"),
-    "negative prompt": ("2023-11-16 18:15:48.6805900,-374,44", "ContextTokens is '-374'; it must be a whole"),
-    "negative output": ("2023-11-16 18:15:48.6805900,374,-1", "GeneratedTokens is '-1'; it must be a whole"),
-    "no prompt": ("2023-11-16 18:15:48.6805900,0,44", "ContextTokens is 0; a request has at least 1"),
-    "no output": ("2023-11-16 18:15:48.6805900,374,0", "GeneratedTokens is 0; a request has at least 1"),
+    "negative prompt": (
+        "2023-11-16 18:15:48.6805900,-374,44",
+        "ContextTokens is '-374'; it must be an integer",
+    ),
+    "negative output": (
+        "2023-11-16 18:15:48.6805900,374,-1",
+        "GeneratedTokens is '-1'; it must be an integer",
+    ),
+    "no prompt": (
+        "2023-11-16 18:15:48.6805900,0,44",
+        "ContextTokens is 0; it must be an integer of at least 1",
+    ),
+    "no output": (
+        "2023-11-16 18:15:48.6805900,374,0",
+        "GeneratedTokens is 0; it must be an integer of at least 1",
+    ),
     "empty": ("2023-11-16 18:15:48.6805900,,44", "ContextTokens is ''"),
-    "half a token": ("2023-11-16 18:15:48.6805900,374,4.5", "GeneratedTokens is '4.5'; it must be a whole"),
+    "half a token": (
+        "2023-11-16 18:15:48.6805900,374,4.5",
+        "GeneratedTokens is '4.5'; it must be an integer",
+    ),
     "not a number": ("2023-11-16 18:15:48.6805900,nan,44", "ContextTokens is 'nan'"),
     "other digits": ("2023-11-16 18:15:48.6805900,٣,44", "ContextTokens is '٣'"),
-    "endless": ("2023-11-16 18:15:48.6805900,%s,44" % ("9" * 5000), "it must be a whole number of tokens"),
+    "endless": ("2023-11-16 18:15:48.6805900,%s,44" % ("9" * 5000), "it must be an integer of at least 1"),
     "open quote": ('"2023-11-16 18:15:48.6805900,374,44', "1 values where the header names 3"),
 }
 
@@ -255,6 +270,12 @@ def test_csv_trace_rejects_a_bad_row_by_line_value_and_remedy_and_keeps_the_othe
     assert rejected.error.startswith("line 4: ")
     assert said in rejected.error
     assert len(rejected.error) < 350
+
+
+@pytest.mark.parametrize("tokens", ["20", "20.0", "+20", "020", "2e1", "2E+01"])
+def test_csv_trace_takes_a_whole_number_of_tokens_however_it_is_written(tmp_path, tokens):
+    (request,) = read(tmp_path, VIDUR, f"0,{tokens},{tokens}").requests
+    assert (request.prompt, request.max_tokens) == (20, 20)
 
 
 @pytest.mark.parametrize("arrived", ["-1.0", "nan", "inf", "1e400", "", "1,5", "0x10"])

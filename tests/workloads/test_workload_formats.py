@@ -74,7 +74,7 @@ def test_qwen_trace_has_seconds_and_blocks_of_16_tokens(tmp_path):
     ("spoilt", "said"),
     [
         ({"hash_ids": [1, 2]}, "hash_ids has 2 ids, but input_length 33 makes 3 blocks of 16 tokens"),
-        ({"timestamp": -1}, "timestamp is -1; it must be a number of s, 0 or more"),
+        ({"timestamp": -1}, "timestamp is -1; write seconds, 0 or more"),
         ({"output_length": 0}, "output_length is 0; it must be an integer of at least 1"),
         ({"input_length": "33"}, "input_length is '33'; it must be an integer"),
     ],

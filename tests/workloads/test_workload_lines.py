@@ -112,17 +112,17 @@ LONG = "9" * 400
 BAD_LINES = {
     "malformed": (
         '{"prompt": "x", "max_tokens": 3',
-        ["is not JSON", "max_tokens", "write one object a line"],
+        ["is not JSON", "max_tokens", "write one request a line"],
     ),
-    "two objects": ('{"prompt": 1, "max_tokens": 3} {}', ["Extra data", "write one object a line"]),
-    "nested too deep": (DEEP, ["[[[", "is not JSON", "write one object a line"]),
+    "two objects": ('{"prompt": 1, "max_tokens": 3} {}', ["Extra data", "write one request a line"]),
+    "nested too deep": (DEEP, ["[[[", "is not JSON", "write one request a line"]),
     "a number of 5000 digits": (
         '{"prompt": %s, "max_tokens": 3}' % ("9" * 5000),
         ["prompt is inf", "a list of token ids"],
     ),
     "not utf-8": (
         b'{"prompt": "caf\xe9", "max_tokens": 3}',
-        ["caf", "UTF-8", "0xe9", "write one object a line"],
+        ["caf", "UTF-8", "0xe9", "write one request a line"],
     ),
     "a list": ("[1, 2]", ["[1, 2] is not an object", '{"prompt"']),
     "a number": ("17", ["17 is not an object", '{"prompt"']),
@@ -136,11 +136,11 @@ BAD_LINES = {
     "fractional length": ('{"prompt": 5.0, "max_tokens": 3}', ["prompt is 5.0", "a list of token ids"]),
     "true as prompt": ('{"prompt": true, "max_tokens": 3}', ["prompt is True", "a list of token ids"]),
     "object as prompt": ('{"prompt": {"a": 1}, "max_tokens": 3}', ["{'a': 1}", "a list of token ids"]),
-    "negative token": ('{"prompt": [4, -1], "max_tokens": 3}', ["token 1 is -1", "integers of at least 0"]),
-    "text token": ('{"prompt": ["4"], "max_tokens": 3}', ["token 0 is '4'", "integers of at least 0"]),
-    "fractional token": ('{"prompt": [1.5], "max_tokens": 3}', ["token 0 is 1.5", "integers of at least 0"]),
-    "true as token": ('{"prompt": [true], "max_tokens": 3}', ["token 0 is True", "integers of at least 0"]),
-    "list as token": ('{"prompt": [[1]], "max_tokens": 3}', ["token 0 is [1]", "integers of at least 0"]),
+    "negative token": ('{"prompt": [4, -1], "max_tokens": 3}', ["prompt has -1", "integers of at least 0"]),
+    "text token": ('{"prompt": ["4"], "max_tokens": 3}', ["prompt is ['4']", "a list of token ids"]),
+    "fractional token": ('{"prompt": [1.5], "max_tokens": 3}', ["prompt is [1.5]", "a list of token ids"]),
+    "true as token": ('{"prompt": [true], "max_tokens": 3}', ["prompt has True", "integers of at least 0"]),
+    "list as token": ('{"prompt": [[1]], "max_tokens": 3}', ["prompt is [[1]]", "a list of token ids"]),
     "half a character": (
         r'{"prompt": "a\ud83d", "max_tokens": 3}',
         [r"'\ud83d'", "write the whole character"],
@@ -182,7 +182,7 @@ BAD_LINES = {
         '{"prompt": 4, "max_tokens": 3, "priority": 1.5}',
         ["priority is 1.5", "an integer"],
     ),
-    "number as client": ('{"prompt": 4, "max_tokens": 3, "client": 2}', ["client is 2", 'such as "c1"']),
+    "number as client": ('{"prompt": 4, "max_tokens": 3, "client": 2}', ["client is 2", "it must be a text"]),
     "misspelt key": (
         '{"prompt": 4, "max_token": 3}',
         ["unknown key 'max_token'", "did you mean 'max_tokens'"],
