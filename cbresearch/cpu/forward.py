@@ -39,15 +39,14 @@ def is_native(backend: str | None, shape: ModelShape, device: torch.device, dtyp
     """
     if backend not in (None, "native"):
         return False
-    if device.type != "cpu" or dtype != torch.float32 or shape.latent_dim is not None:
-        if backend is None:
-            return False
+    is_served = device.type == "cpu" and dtype == torch.float32 and shape.latent_dim is None
+    if backend is None:
+        return is_served and can_build()
+    if not is_served:
         raise ValueError(
             "the backend 'native' and compiled models are for float32 on a CPU, not for latents; this "
             f"model is {dtype} on {device.type}{'' if shape.latent_dim is None else ', with latents'}"
         )
-    if backend is None:
-        return can_build()
     library()
     return True
 
