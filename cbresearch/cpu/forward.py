@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cbresearch.attention import PagedStep, paged_copy
+from cbresearch.attention import PagedStep, paged_copy, paged_logits
 from cbresearch.config import ModelShape
 from cbresearch.cpu.library import (
     large_pages,
@@ -182,11 +182,7 @@ class NativeForward:
         return self._logits(ids, positions, torch.from_numpy(places), CpuStep.of(step))
 
     def _logits(self, token_ids: Tensor, positions: Tensor, places: Tensor, step: CpuStep) -> Tensor:
-        outputs = self._model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=places, paged=step
-        )
-        logits: Tensor = outputs.logits[0]
-        return logits
+        return paged_logits(self._model, token_ids, positions, step, logits_to_keep=places)
 
 
 class CompiledForward(NativeForward):
