@@ -15,14 +15,7 @@ from transformers import PreTrainedModel
 
 from cbresearch.attention import PagedStep, paged_copy, paged_logits
 from cbresearch.config import ModelShape
-from cbresearch.cpu.library import (
-    large_pages,
-    library,
-    native_attention,
-    native_linear,
-    pack,
-    panels_shape,
-)
+from cbresearch.cpu.library import large_pages, library, native_attention, native_linear, pack, panels_shape
 
 
 def is_native(backend: str | None, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bool:

@@ -109,12 +109,12 @@ class ModelExecutor:
                 "(workloads.resolve_prompts makes them from text or a length)"
             )
         shape = self.loaded.shape
-        for token in (*request.prompt, *request.sampling.stop_token_ids):
-            if shape.vocab_size is not None and not 0 <= token < shape.vocab_size:
-                raise ValueError(
-                    f"request {request.id!r}: token id {token} is outside the vocabulary of "
-                    f"{self.loaded.name!r}, 0 to {shape.vocab_size - 1}; use the model's own tokenizer"
-                )
+        token = max(*request.prompt, *request.sampling.stop_token_ids, 0)
+        if shape.vocab_size is not None and token >= shape.vocab_size:
+            raise ValueError(
+                f"request {request.id!r}: token id {token} is outside the vocabulary of "
+                f"{self.loaded.name!r}, 0 to {shape.vocab_size - 1}; use the model's own tokenizer"
+            )
         num_tokens = len(request.prompt) + request.max_tokens
         if shape.max_model_len is not None and num_tokens > shape.max_model_len:
             raise ValueError(

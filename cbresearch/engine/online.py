@@ -21,14 +21,7 @@ from cbresearch.engine.queue import AdmissionQueue, QueueFull
 from cbresearch.engine.token_stream import Output, TokenStream, check_process
 from cbresearch.models import LoadedModel
 from cbresearch.policies import Policy
-from cbresearch.request import (
-    Rejected,
-    Request,
-    RequestState,
-    SamplingParams,
-    TokenLogprobs,
-    parallel_samples,
-)
+from cbresearch.request import Rejected, Request, RequestState, SamplingParams, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop, record_of
 from cbresearch.trace import Origin, RequestRecord, StepRecord, Trace
@@ -91,11 +84,10 @@ class _Ticket:
 
     def send(self, record: RequestRecord | None = None) -> None:
         """Hand the stream the tokens that it does not have yet and, in the end, the record."""
-        unsent: list[tuple[int, TokenLogprobs | None]] = []
+        unsent: Iterable[Any] = ()
         if self.state is not None:
             begin, self.num_sent = self.num_sent, len(self.state.output_token_ids)
-            tokens = self.state.output_token_ids[begin:]
-            unsent = list(zip_longest(tokens, self.state.logprobs[begin:]))
+            unsent = zip_longest(self.state.output_token_ids[begin:], self.state.logprobs[begin:])
         self.stream.put(unsent, record)
 
 
