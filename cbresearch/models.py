@@ -3,7 +3,6 @@
 import copy
 import difflib
 import importlib.util
-import json
 import logging
 import os
 import re
@@ -21,14 +20,8 @@ from typing import Any
 import huggingface_hub
 import torch
 import transformers
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
 from cbresearch.config import ModelShape
 
@@ -86,17 +79,13 @@ def load(
     if name == "tiny":
         tiny = _tiny().to(device=device, dtype=dtype)
         return replace(wrap(name, tiny), encode=_encode_bytes)
-    if name == "smollm2-135m":
-        model, tokenizer = _from_folder(_smollm2_folder(), dtype, False)
-    elif (path := Path(name).expanduser()).exists() or re.fullmatch(r"[\w.-]*[\w-]/[\w.-]+", name):
-        source = path if path.exists() else name
-        model, tokenizer = _from_folder(source, dtype, trust_remote_code)
-    else:
+    path = _smollm2_folder() if name == "smollm2-135m" else Path(name).expanduser()
+    if not path.exists() and not re.fullmatch(r"[\w.-]*[\w-]/[\w.-]+", name):
         near = difflib.get_close_matches(name, BUILT_IN, n=1, cutoff=0.4)
         hint = f"did you mean {near[0]!r}" if near else "there is 'tiny' and 'smollm2-135m'"
         raise ValueError(f"unknown model {name!r}; {hint}; a local folder or a Hub id (org/model) works too")
-    moved = model.to(device=device, dtype=dtype)
-    return wrap(name, moved, tokenizer)
+    model, tokenizer = _from_folder(path if path.exists() else name, dtype, trust_remote_code)
+    return wrap(name, model.to(device=device, dtype=dtype), tokenizer)
 
 
 def wrap(name: str, model: PreTrainedModel, tokenizer: Any = None) -> LoadedModel:
@@ -189,22 +178,17 @@ class TextDecoder:
 
     def showing(self, texts: Sequence[str]) -> "TextDecoder":
         """Return a decoder that writes out the special tokens whose texts are in one of some texts."""
-        hidden = {
-            token: special
-            for token, special in self.special_tokens.items()
-            if not any(special in text for text in texts)
-        }
-        if len(hidden) == len(self.special_tokens):
-            return self
+        shown = {token for token, special in self.special_tokens.items() for text in texts if special in text}
         other = copy.copy(self)
-        other.special_tokens = hidden
+        other.special_tokens = {t: text for t, text in self.special_tokens.items() if t not in shown}
         return other
 
     def __call__(self, token_ids: Sequence[int]) -> str:
         """Return the text."""
-        if len(self.special_tokens) == self._num_special:
-            return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
-        return str(self._tokenizer.decode([token for token in token_ids if token not in self.special_tokens]))
+        kept = [token for token in token_ids if token not in self.special_tokens]
+        # A tokenizer may skip more than it has added.
+        skips_all = len(self.special_tokens) == self._num_special
+        return str(self._tokenizer.decode(kept, skip_special_tokens=skips_all))
 
     def skips(self, token_id: int) -> bool:
         """Return whether a token never has text: a special one, or one that the tokenizer does not know."""
@@ -259,25 +243,21 @@ def cache_folder() -> Path:
 
 
 def _tiny() -> PreTrainedModel:
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=4096,
         hidden_size=256,
         intermediate_size=344,
         num_hidden_layers=4,
         num_attention_heads=8,
         num_key_value_heads=4,
-        head_dim=32,
         max_position_embeddings=2048,
         # Larger than usual, so that attention is not uniform and outputs depend on the whole context.
         initializer_range=0.1,
-        bos_token_id=1,
-        eos_token_id=2,
         pad_token_id=0,
-        tie_word_embeddings=False,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return LlamaForCausalLM(config)
+        return transformers.LlamaForCausalLM(config)
 
 
 def _smollm2_folder() -> Path:
@@ -377,26 +357,23 @@ def _reject_broken(file: Path) -> None:
     """Reject a file of a model that is not what its name says."""
     if file.suffix not in (".safetensors", ".gguf", ".json", ".model", ".txt") or not file.is_file():
         return
-    size, problem = file.stat().st_size, None
+    problem = None
     with file.open("rb") as opened:
         head = opened.read(64)
-        if not head:
-            problem = "is empty"
-        elif head.startswith(b"version https://git-lfs"):
-            problem = "is a Git LFS pointer instead of the file; run: git lfs pull"
-        elif re.match(rb"\s*<(!doctype|html)", head, re.IGNORECASE):
-            problem = "is a web page instead of the file"
-        elif file.suffix == ".gguf" and not head.startswith(b"GGUF"):
-            problem = "is no GGUF file"
-        elif file.suffix == ".safetensors":
-            opened.seek(8)
-            try:
-                header = json.loads(opened.read(min(size, int.from_bytes(head[:8], "little"))))
-                ends = [entry["data_offsets"][1] for key, entry in header.items() if key != "__metadata__"]
-                if size < (needed := opened.tell() + max(ends, default=0)):
-                    problem = f"is cut: it has {size:,} of {needed:,} bytes"
-            except (ValueError, LookupError, TypeError, AttributeError):
-                problem = f"has {size:,} bytes, which do not begin as a safetensors file does"
+    if not head:
+        problem = "is empty"
+    elif head.startswith(b"version https://git-lfs"):
+        problem = "is a Git LFS pointer instead of the file; run: git lfs pull"
+    elif re.match(rb"\s*<(!doctype|html)", head, re.IGNORECASE):
+        problem = "is a web page instead of the file"
+    elif file.suffix == ".gguf" and not head.startswith(b"GGUF"):
+        problem = "is no GGUF file"
+    elif file.suffix == ".safetensors":
+        try:
+            with safe_open(file, "pt"):
+                pass
+        except SafetensorError as error:
+            problem = f"is cut or no safetensors file ({file.stat().st_size:,} bytes; {error})"
     if problem is not None:
         raise ValueError(f"{str(file)!r} {problem}; download it again")
 
@@ -408,20 +385,16 @@ def _reject_incomplete(name: str, model: PreTrainedModel, found: Mapping[str, An
         return re.sub(r"\d+", "#", weight.rpartition(".")[0])
 
     owners = {owner(weight) for weight, _ in model.named_parameters()}
+    unexpected = {weight for weight in found["unexpected_keys"] if owner(weight) in owners}
     mismatched = {weight for weight, *_ in found["mismatched_keys"]}
     for what, weights in (
         ("lacks weights that its config asks for", found["missing_keys"] - mismatched),
         ("has weights of other sizes than its config says", mismatched),
-        (
-            "has weights for which its config has no place",
-            {weight for weight in found["unexpected_keys"] if owner(weight) in owners},
-        ),
+        ("has weights for which its config has no place", unexpected),
     ):
         if weights:
-            first = ", ".join(sorted(weights)[:3])
-            raise ValueError(
-                f"model {name!r} {what}: {first}, {len(weights)} in all; take a whole checkpoint"
-            )
+            first = f"{', '.join(sorted(weights)[:3])}, {len(weights)} in all"
+            raise ValueError(f"model {name!r} {what}: {first}; take a whole checkpoint")
 
 
 def _hub_answers() -> bool:

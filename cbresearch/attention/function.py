@@ -9,7 +9,6 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from cbresearch.attention.step import PagedStep
 from cbresearch.attention.torch_backend import attend_with_torch
-from cbresearch.attention.triton_backend import KernelInputs, attend_with_triton
 from cbresearch.config import ModelShape
 
 ATTENTION_NAME = "cbresearch_paged"
@@ -20,7 +19,7 @@ _NOT_APPLIED = ("block_indices", "indices", "position_bias", "sinks")
 
 
 class OwnStep(Protocol):
-    """A step in a form of its own, which attends by itself; as `attend_with_triton` does."""
+    """A step in a form of its own, which attends by itself; as `KernelInputs` does."""
 
     kv: tuple[Tensor, ...]
     windows: tuple[int | None, ...]
@@ -66,7 +65,7 @@ def attention_function(
     attention_mask: Tensor | None,
     *,
     scaling: float | None = None,
-    paged: PagedStep | KernelInputs | OwnStep | None = None,
+    paged: PagedStep | OwnStep | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -106,31 +105,45 @@ def attention_function(
             f"the attention {ATTENTION_NAME!r} runs only inside a ModelExecutor, in layers that hand on the "
             f"keyword arguments of a forward; {type(module).__name__} was called without a step"
         )
-    step = paged
-    if isinstance(paged, PagedStep) and paged.cache.backend == "triton":
-        step = paged.kernel_inputs
     layer: int = module.layer_idx  # type: ignore[assignment]
-    pool: Any = getattr(paged, "cache", paged)
-    if getattr(pool, "latent_dim", None) is None:
+    if not (isinstance(paged, PagedStep) and paged.cache.latent_dim is not None):
         # What computes the attention writes as many elements as it is given.
         given = (key.shape[2], key.shape[1], key.shape[3] + value.shape[3])
-        if given != (expected := (query.shape[2], *pool.kv[layer].shape[1:])):
+        if given != (expected := (query.shape[2], *paged.kv[layer].shape[1:])):
             raise ValueError(
                 f"{type(module).__name__} hands over keys and values of {given} (tokens, KV heads, elements) "
                 f"where the step and the model's config say {expected}"
             )
-    window = sliding_window if sliding_window is not None else step.windows[layer]
+    window = sliding_window if sliding_window is not None else paged.windows[layer]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     tensors = (layer, query, key, value)
     how: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap, "sinks": s_aux}
-    if isinstance(step, PagedStep):
-        return attend_with_torch(step, *tensors, **how), None
-    if isinstance(step, KernelInputs):
-        return attend_with_triton(step, *tensors, **how), None
-    return step.attend(*tensors, **how), None
+    if not isinstance(paged, PagedStep):
+        return paged.attend(*tensors, **how), None
+    if paged.cache.backend == "triton":
+        return paged.kernel_inputs.attend(*tensors, **how), None
+    return attend_with_torch(paged, *tensors, **how), None
 
 
 AttentionInterface.register(ATTENTION_NAME, attention_function)
+
+
+def paged_logits(
+    model: PreTrainedModel, token_ids: Tensor, positions: Tensor, step: Any, **others: Any
+) -> Tensor:
+    """Return the logits of a `paged_copy` of a model, all or those that it is told to keep.
+
+    Args:
+        model: The copy.
+        token_ids: int64 `[1, num_tokens]`.
+        positions: int64 `[1, num_tokens]`.
+        step: The step, or the form of it that one backend takes.
+        **others: What else the model is told.
+    """
+    logits: Tensor = model(
+        input_ids=token_ids, position_ids=positions, use_cache=False, paged=step, **others
+    ).logits[0]
+    return logits
 
 
 def paged_copy(model: PreTrainedModel) -> PreTrainedModel:

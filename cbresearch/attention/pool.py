@@ -74,12 +74,12 @@ class PagedCache:
     @property
     def num_bytes(self) -> int:
         """Return the bytes that the device's pool occupies."""
-        return sum(layer.numel() * layer.element_size() for layer in self.kv)
+        return sum(layer.nbytes for layer in self.kv)
 
     @property
     def num_host_bytes(self) -> int:
         """Return the bytes that the host's pool occupies."""
-        return self.host.numel() * self.host.element_size()
+        return self.host.nbytes
 
     def block_views(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return views of a layer's keys and values, `[num_blocks, block_size, num_kv_heads, head size]`.
@@ -97,7 +97,9 @@ class PagedCache:
             IndexError: A block id is outside its pool.
         """
         block_bytes = self.num_bytes // self.config.num_blocks
-        for kind, sources, targets in _runs(transfers, max(1, _STAGED_BYTES // block_bytes)):
+        for run in _runs(transfers, max(1, _STAGED_BYTES // block_bytes)):
+            kind = run[0].kind
+            sources, targets = [copy.source for copy in run], [copy.target for copy in run]
             for ids, pool in ((sources, kind == "swap_in"), (targets, kind == "swap_out")):
                 size = self.config.num_host_blocks if pool else self.config.num_blocks
                 # Tensors take negative ids too, counted from the end: a freed block's null id is one.
@@ -120,29 +122,25 @@ class PagedCache:
                     blocks.index_copy_(0, write, moved[:, layer])
 
 
-def _runs(transfers: Iterable[Transfer], most: int) -> Iterator[tuple[str, list[int], list[int]]]:
-    """Cut transfers into runs, as long as may be done at once but at most `most`: (kind, sources, targets).
+def _runs(transfers: Iterable[Transfer], most: int) -> Iterator[list[Transfer]]:
+    """Cut transfers into runs of one kind, as long as may be done at once but at most `most`.
 
     A run reads all of its sources before it writes. So it ends before a block that it would write twice, and
     before a copy that reads what the run writes; that a later copy overwrites a source does no harm.
     """
-    kind = ""
-    sources: list[int] = []
-    targets: list[int] = []
+    run: list[Transfer] = []
     written: set[int] = set()
     for transfer in transfers:
         if transfer.kind not in ("copy", "swap_out", "swap_in"):
             raise ValueError(f"unknown kind of transfer {transfer.kind!r}")
         depends = transfer.target in written or (transfer.kind == "copy" and transfer.source in written)
-        if sources and (transfer.kind != kind or depends or len(sources) == most):
-            yield kind, sources, targets
-            sources, targets, written = [], [], set()
-        kind = transfer.kind
-        sources.append(transfer.source)
-        targets.append(transfer.target)
+        if run and (transfer.kind != run[0].kind or depends or len(run) == most):
+            yield run
+            run, written = [], set()
+        run.append(transfer)
         written.add(transfer.target)
-    if sources:
-        yield kind, sources, targets
+    if run:
+        yield run
 
 
 @contextmanager

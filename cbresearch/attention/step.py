@@ -42,6 +42,7 @@ class PagedStep:
 
     Attributes:
         cache: The pool.
+        kv: The pool of each layer.
         windows: The windows of the pool's layers.
         block_tables: The argument.
         starts: The argument.
@@ -65,14 +66,11 @@ class PagedStep:
     """
 
     def __init__(
-        self,
-        cache: PagedCache,
-        block_tables: np.ndarray,
-        starts: np.ndarray,
-        num_tokens: np.ndarray,
-        is_stored: np.ndarray | None = None,
-    ) -> None:
+        self, cache: PagedCache, block_tables: np.ndarray,
+        starts: np.ndarray, num_tokens: np.ndarray, is_stored: np.ndarray | None = None,
+    ) -> None:  # fmt: skip
         self.cache = cache
+        self.kv = tuple(cache.kv)
         self.windows = cache.windows
         self.block_tables = block_tables
         self.starts = starts

@@ -25,6 +25,7 @@ class KernelInputs:
 
     Attributes:
         cache: The pool.
+        kv: The pool of each layer.
         windows: The windows of the pool's layers.
         max_context: Tokens of the longest context.
         block_tables: int32 `[num_seqs, max_blocks]`.
@@ -41,14 +42,11 @@ class KernelInputs:
     """
 
     def __init__(
-        self,
-        cache: PagedCache,
-        block_tables: np.ndarray,
-        contexts: np.ndarray,
-        num_tokens: np.ndarray,
-        slot_mapping: Tensor,
-    ) -> None:
+        self, cache: PagedCache, block_tables: np.ndarray,
+        contexts: np.ndarray, num_tokens: np.ndarray, slot_mapping: Tensor,
+    ) -> None:  # fmt: skip
         self.cache = cache
+        self.kv = tuple(cache.kv)
         self.windows = cache.windows
         self.max_context = int(contexts.max())
         self.slot_mapping = slot_mapping
@@ -79,34 +77,32 @@ class KernelInputs:
             contexts, self._cu_seqlens, **key._asdict(), device=where, num_splits=num_splits
         )
 
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *,
+        scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Write a layer's keys and values into the pool and attend.
 
-def attend_with_triton(
-    inputs: KernelInputs, layer: int, query: Tensor, key: Tensor, value: Tensor, *,
-    scale: float, window: int | None, softcap: float | None, sinks: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Write a layer's keys and values into the pool and attend.
+        Args:
+            layer: Which layer's pool.
+            query: `[1, num_heads, num_tokens, head_dim]`.
+            key: `[1, num_kv_heads, num_tokens, head_dim]`.
+            value: As `key`.
+            scale: Factor on the scores.
+            window: Keys that a query sees at most, its own included.
+            softcap: Bound of the scores.
+            sinks: `[num_heads]`: scores of the attention sinks.
 
-    Args:
-        inputs: The step.
-        layer: Which layer's pool.
-        query: `[1, num_heads, num_tokens, head_dim]`.
-        key: `[1, num_kv_heads, num_tokens, head_dim]`.
-        value: As `key`.
-        scale: Factor on the scores.
-        window: Keys that a query sees at most, its own included.
-        softcap: Bound of the scores.
-        sinks: `[num_heads]`: scores of the attention sinks.
-
-    Returns:
-        `[1, num_tokens, num_heads, head_dim]`.
-    """
-    k_cache, v_cache = inputs.cache.block_views(layer)
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    kernels.write_kv(k, v, k_cache, v_cache, inputs.slot_mapping)
-    if window is not None and window >= inputs.max_context:
-        window = None
-    return kernels.paged_attention(
-        q, k_cache, v_cache, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q,
-        scale=scale, window=window, softcap=softcap,
-        sinks=None if sinks is None else sinks.float().contiguous(), plan=inputs.plan(q, k.shape[1], window),
-    )[None]  # fmt: skip
+        Returns:
+            `[1, num_tokens, num_heads, head_dim]`.
+        """
+        k_cache, v_cache = self.cache.block_views(layer)
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        kernels.write_kv(k, v, k_cache, v_cache, self.slot_mapping)
+        if window is not None and window >= self.max_context:
+            window = None
+        return kernels.paged_attention(
+            q, k_cache, v_cache, self.block_tables, self.seq_lens, self.cu_seqlens_q,
+            scale=scale, window=window, softcap=softcap, plan=self.plan(q, k.shape[1], window),
+            sinks=None if sinks is None else sinks.float().contiguous(),
+        )[None]  # fmt: skip

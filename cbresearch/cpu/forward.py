@@ -13,16 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cbresearch.attention import PagedStep, paged_copy
+from cbresearch.attention import PagedStep, paged_copy, paged_logits
 from cbresearch.config import ModelShape
-from cbresearch.cpu.library import (
-    large_pages,
-    library,
-    native_attention,
-    native_linear,
-    pack,
-    panels_shape,
-)
+from cbresearch.cpu.library import large_pages, library, native_attention, native_linear, pack, panels_shape
 
 
 def is_native(backend: str | None, shape: ModelShape, device: torch.device, dtype: torch.dtype) -> bool:
@@ -39,15 +32,14 @@ def is_native(backend: str | None, shape: ModelShape, device: torch.device, dtyp
     """
     if backend not in (None, "native"):
         return False
-    if device.type != "cpu" or dtype != torch.float32 or shape.latent_dim is not None:
-        if backend is None:
-            return False
+    is_served = device.type == "cpu" and dtype == torch.float32 and shape.latent_dim is None
+    if backend is None:
+        return is_served and can_build()
+    if not is_served:
         raise ValueError(
             "the backend 'native' and compiled models are for float32 on a CPU, not for latents; this "
             f"model is {dtype} on {device.type}{'' if shape.latent_dim is None else ', with latents'}"
         )
-    if backend is None:
-        return can_build()
     library()
     return True
 
@@ -183,11 +175,7 @@ class NativeForward:
         return self._logits(ids, positions, torch.from_numpy(places), CpuStep.of(step))
 
     def _logits(self, token_ids: Tensor, positions: Tensor, places: Tensor, step: CpuStep) -> Tensor:
-        outputs = self._model(
-            input_ids=token_ids, position_ids=positions, use_cache=False, logits_to_keep=places, paged=step
-        )
-        logits: Tensor = outputs.logits[0]
-        return logits
+        return paged_logits(self._model, token_ids, positions, step, logits_to_keep=places)
 
 
 class CompiledForward(NativeForward):

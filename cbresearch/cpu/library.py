@@ -121,6 +121,10 @@ def large_pages(num_floats: int) -> Tensor:
     return torch.frombuffer(memory, dtype=torch.float32)
 
 
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 def native_linear(x: Tensor, panels: Tensor, bias: Tensor | None, num_outputs: int) -> Tensor:
     """Return `x @ weight.T + bias`, each row of which is bit for bit the same in any company.
 
@@ -133,30 +137,15 @@ def native_linear(x: Tensor, panels: Tensor, bias: Tensor | None, num_outputs: i
     x = x.contiguous()
     num_inputs = panels.shape[1]
     out = x.new_empty(*x.shape[:-1], num_outputs)
-    library().cbresearch_linear(
-        x.data_ptr(),
-        panels.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        x.numel() // num_inputs,
-        num_inputs,
-        num_outputs,
-    )
+    num_rows = x.numel() // num_inputs
+    library().cbresearch_linear(*_pointers(x, panels, bias, out), num_rows, num_inputs, num_outputs)
     return out
 
 
 def native_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    kv: Tensor,
-    step: Tensor,
-    sinks: Tensor | None,
-    block_size: int,
-    window: int,
-    scale: float,
-    softcap: float,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, kv: Tensor, step: Tensor, sinks: Tensor | None,
+    block_size: int, window: int, scale: float, softcap: float,
+) -> Tensor:  # fmt: skip
     """Write a step's keys and values into a layer's pool, and attend.
 
     Args:
@@ -179,10 +168,7 @@ def native_attention(
     assert query.stride(3) == key.stride(3) == value.stride(3) == 1
     out = query.new_empty(1, num_tokens, num_heads, value_dim)
     call = _Call(
-        *(
-            None if tensor is None else tensor.data_ptr()
-            for tensor in (query, key, value, sinks, out, kv, step)
-        ),
+        *_pointers(query, key, value, sinks, out, kv, step),
         *(stride for tensor in (query, key, value) for stride in (tensor.stride(2), tensor.stride(1))),
         *(num_tokens, num_heads, num_kv_heads, key_dim, value_dim, block_size, window, scale, softcap),
     )
@@ -191,20 +177,11 @@ def native_attention(
 
 
 # For a compiler, which takes operators and their shapes but no pointers.
-torch.library.define(
-    "cbresearch::native_linear", "(Tensor x, Tensor panels, Tensor? bias, int num_outputs) -> Tensor"
-)
-torch.library.impl("cbresearch::native_linear", "CPU", native_linear)
-torch.library.register_fake(
-    "cbresearch::native_linear", lambda x, panels, bias, num_outputs: x.new_empty(*x.shape[:-1], num_outputs)
-)
-torch.library.define(
-    "cbresearch::native_attention",
-    "(Tensor query, Tensor key, Tensor value, Tensor(a!) kv, Tensor step, Tensor? sinks, int block_size, "
-    "int window, float scale, float softcap) -> Tensor",
-)
-torch.library.impl("cbresearch::native_attention", "CPU", native_attention)
-torch.library.register_fake(
-    "cbresearch::native_attention",
-    lambda query, key, value, *_: query.new_empty(1, query.shape[2], query.shape[1], value.shape[3]),
-)
+for _function, _written, _shape in (
+    (native_linear, (), lambda x, panels, bias, num_outputs: x.new_empty(*x.shape[:-1], num_outputs)),
+    (native_attention, ("kv",), lambda q, k, v, *_: q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])),
+):
+    _name = f"cbresearch::{_function.__name__}"
+    torch.library.define(_name, torch.library.infer_schema(_function, mutates_args=_written))
+    torch.library.impl(_name, "CPU", _function)
+    torch.library.register_fake(_name, _shape)

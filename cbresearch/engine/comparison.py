@@ -46,10 +46,8 @@ def reject_differing(loaded: LoadedModel, cache: PagedCache, forward: Forward) -
         except Exception as error:
             # Whatever a model's code meets there is about its insides.
             said = (str(error).splitlines() or [""])[0]
-            problem, cause = (
-                f"its forward fails on two short sequences: {type(error).__name__}: {said}",
-                error,
-            )
+            problem = f"its forward fails on two short sequences: {type(error).__name__}: {said}"
+            cause = error
         if problem is None:
             return
     family = loaded.model.config.model_type

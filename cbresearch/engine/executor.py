@@ -109,13 +109,12 @@ class ModelExecutor:
                 "(workloads.resolve_prompts makes them from text or a length)"
             )
         shape = self.loaded.shape
-        if shape.vocab_size is not None:
-            for token in (*request.prompt, *request.sampling.stop_token_ids):
-                if not 0 <= token < shape.vocab_size:
-                    raise ValueError(
-                        f"request {request.id!r}: token id {token} is outside the vocabulary of "
-                        f"{self.loaded.name!r}, 0 to {shape.vocab_size - 1}; use the model's own tokenizer"
-                    )
+        token = max(*request.prompt, *request.sampling.stop_token_ids, 0)
+        if shape.vocab_size is not None and token >= shape.vocab_size:
+            raise ValueError(
+                f"request {request.id!r}: token id {token} is outside the vocabulary of "
+                f"{self.loaded.name!r}, 0 to {shape.vocab_size - 1}; use the model's own tokenizer"
+            )
         num_tokens = len(request.prompt) + request.max_tokens
         if shape.max_model_len is not None and num_tokens > shape.max_model_len:
             raise ValueError(
@@ -164,8 +163,7 @@ class ModelExecutor:
             # The step only made room.
             return StepResult(self._clock() - began, {})
         with self._threads():
-            outputs, device_duration = self._sampled(plan)
-            return self._result(plan, began, outputs, device_duration)
+            return self._result(plan, began, *self._sampled(plan))
 
     def _sampled(self, plan: Plan) -> tuple[dict[int, SamplerOutput], float]:
         """Compute a batch; return what was chosen for each seat, and the seconds that the device took."""
@@ -231,14 +229,12 @@ class ModelExecutor:
             tokens[request_id] = token
             if its_logprobs is not None:
                 logprobs[request_id] = its_logprobs
-        return StepResult(
-            self._clock() - began, tokens, frozenset(stopped), failed, logprobs, device_duration
-        )
+        duration = self._clock() - began
+        return StepResult(duration, tokens, frozenset(stopped), failed, logprobs, device_duration)
 
     def _stops(self, seat: int, token: int) -> bool:
         """Return whether a new token ends its request's output."""
-        detokenizer = self._detokenizers.get(seat)
-        if detokenizer is not None:
+        if detokenizer := self._detokenizers.get(seat):
             detokenizer.push(token)
             if detokenizer.stopped_by is not None:
                 return True
@@ -256,11 +252,9 @@ class ModelExecutor:
         self._sampler.seat(seat, request)
         self._detokenizers.pop(seat, None)
         if sampling.stop:
-            detokenizer = Detokenizer(
-                self.loaded.decode_for(sampling.stop), sampling.stop, sampling.min_tokens
-            )
-            detokenizer.push(*output_token_ids)
-            self._detokenizers[seat] = detokenizer
+            decode = self.loaded.decode_for(sampling.stop)
+            self._detokenizers[seat] = Detokenizer(decode, sampling.stop, sampling.min_tokens)
+            self._detokenizers[seat].push(*output_token_ids)
 
     def _append_blocks(self, seat: int, block_ids: tuple[int, ...]) -> None:
         held = self._num_blocks[seat]
@@ -296,16 +290,16 @@ def _check_window(name: str, shape: ModelShape, cache: CacheConfig) -> None:
     if cache.sliding_window is None:
         return
     num_whole = shape.num_layers - shape.num_sliding_layers
-    if shape.sliding_window is None or num_whole:
-        raise ValueError(
-            f"CacheConfig.sliding_window is {cache.sliding_window}, but {num_whole} of {shape.num_layers} "
-            f"layers of {name!r} attend to the whole context, so that no block may be freed; leave it None"
-        )
-    if cache.sliding_window < shape.sliding_window:
-        raise ValueError(
-            f"CacheConfig.sliding_window is {cache.sliding_window}, but the layers of {name!r} attend to "
-            f"{shape.sliding_window} tokens; blocks that they still read would be freed"
-        )
+    if num_whole or shape.sliding_window is None:
+        reading = f"{num_whole} of {shape.num_layers} layers of {name!r} attend to the whole context"
+    elif cache.sliding_window < shape.sliding_window:
+        reading = f"the layers of {name!r} attend to {shape.sliding_window} tokens"
+    else:
+        return
+    raise ValueError(
+        f"CacheConfig.sliding_window is {cache.sliding_window}, but {reading}: blocks that they still read "
+        "would be freed; leave it None"
+    )
 
 
 def _widened(array: np.ndarray, width: int) -> np.ndarray:

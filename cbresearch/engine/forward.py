@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cbresearch.attention import LatentCache, PagedCache, PagedStep, StaticStep, paged_copy
+from cbresearch.attention import LatentCache, PagedCache, PagedStep, StaticStep, paged_copy, paged_logits
 
 # Token ids, the step, and the places whose logits are wanted, to logits `[num places, vocab]`.
 Forward = Callable[[np.ndarray, PagedStep, np.ndarray], Tensor]
@@ -31,15 +31,10 @@ class EagerForward:
         device = self._model.device
         # Such models hand over what there is to cache before they attend.
         latents = {self._cache_argument: LatentCache(step)} if self._has_latents else {}
-        logits: Tensor = self._model(
-            input_ids=torch.from_numpy(token_ids)[None].to(device),
-            position_ids=torch.from_numpy(step.positions)[None].to(device),
-            use_cache=False,
-            logits_to_keep=torch.from_numpy(places).to(device),
-            paged=step,
-            **latents,
-        ).logits[0]
-        return logits
+        ids, positions, keep = (
+            torch.from_numpy(array).to(device) for array in (token_ids, step.positions, places)
+        )
+        return paged_logits(self._model, ids[None], positions[None], step, logits_to_keep=keep, **latents)
 
 
 class GraphForward(EagerForward):
@@ -61,13 +56,9 @@ class GraphForward(EagerForward):
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        cache: PagedCache,
-        max_num_seqs: int,
-        max_context: int,
-        num_splits: int | None = None,
-    ) -> None:
+        self, model: PreTrainedModel, cache: PagedCache,
+        max_num_seqs: int, max_context: int, num_splits: int | None = None,
+    ) -> None:  # fmt: skip
         if cache.backend != "triton":
             raise ValueError(
                 f"graphs replay Triton's kernels, and the attention backend is {cache.backend!r}; leave "
@@ -95,10 +86,7 @@ class GraphForward(EagerForward):
         return logits[torch.from_numpy(places).to(logits.device)]
 
     def _run(self, step: StaticStep) -> Tensor:
-        logits: Tensor = self._model(
-            input_ids=step.token_ids, position_ids=step.positions, use_cache=False, paged=step
-        ).logits[0]
-        return logits
+        return paged_logits(self._model, step.token_ids, step.positions, step)
 
     @torch.inference_mode()
     def _capture(self, step: StaticStep) -> Callable[[], Tensor]:

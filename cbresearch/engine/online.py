@@ -5,10 +5,10 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
-from itertools import chain, count, zip_longest
+from itertools import count, zip_longest
 from numbers import Integral
 from typing import Any, TypeVar
 
@@ -21,14 +21,7 @@ from cbresearch.engine.queue import AdmissionQueue, QueueFull
 from cbresearch.engine.token_stream import Output, TokenStream, check_process
 from cbresearch.models import LoadedModel
 from cbresearch.policies import Policy
-from cbresearch.request import (
-    Rejected,
-    Request,
-    RequestState,
-    SamplingParams,
-    TokenLogprobs,
-    parallel_samples,
-)
+from cbresearch.request import Rejected, Request, RequestState, SamplingParams, parallel_samples
 from cbresearch.scheduler import Scheduler
 from cbresearch.serve import Loop, record_of
 from cbresearch.trace import Origin, RequestRecord, StepRecord, Trace
@@ -91,11 +84,10 @@ class _Ticket:
 
     def send(self, record: RequestRecord | None = None) -> None:
         """Hand the stream the tokens that it does not have yet and, in the end, the record."""
-        unsent: list[tuple[int, TokenLogprobs | None]] = []
+        unsent: Iterable[Any] = ()
         if self.state is not None:
             begin, self.num_sent = self.num_sent, len(self.state.output_token_ids)
-            tokens = self.state.output_token_ids[begin:]
-            unsent = list(zip_longest(tokens, self.state.logprobs[begin:]))
+            unsent = zip_longest(self.state.output_token_ids[begin:], self.state.logprobs[begin:])
         self.stream.put(unsent, record)
 
 
@@ -146,14 +138,9 @@ class Engine:
         cache = cache or default_cache(self.loaded.shape, limits)
         policy = policies.get(policy)
         executor = ModelExecutor(
-            *(self.loaded, limits, cache),
-            backend=backend,
-            compile=compile,
-            graphs=graphs,
-            seed=seed,
-            clock=clock,
-            fill=fill,
-        )
+            *(self.loaded, limits, cache), backend=backend, compile=compile, graphs=graphs,
+            seed=seed, clock=clock, fill=fill,
+        )  # fmt: skip
         executor.warm_up()
         self._loop = Loop(Scheduler(policy, limits, cache), executor)
         self._keep_trace = keep_trace
@@ -169,8 +156,8 @@ class Engine:
         self._aborting: set[str] = set()
         self._tickets: dict[str, _Ticket] = {}
         self._steps: list[StepRecord] = []
+        # Of every request whose id is taken, as of the end of the last step.
         self._records: dict[str, RequestRecord] = {}
-        self._unforgotten: list[str] = []
         self._stopping: str | None = None
         self._failure: BaseException | None = None
 
@@ -220,12 +207,11 @@ class Engine:
             QueueFull: Too much waits already.
             RuntimeError: The engine has stopped.
         """
-        if isinstance(prompt, Request):
-            return self._add(prompt, waits=False)
-        name = self._next_id() if id is None else id
-        request = self._request(name, prompt, max_tokens, sampling or SamplingParams())
-        request = replace(request, priority=priority, client=client, deadline=deadline)
-        return self._add(request, waits=False)
+        if not isinstance(prompt, Request):
+            name = self._next_id() if id is None else id
+            request = self._request(name, prompt, max_tokens, sampling or SamplingParams())
+            prompt = replace(request, priority=priority, client=client, deadline=deadline)
+        return self._add(prompt, waits=False)
 
     def generate(
         self,
@@ -252,23 +238,15 @@ class Engine:
             given = [given]
         lengths = _for_each("max_tokens", max_tokens, len(given))
         params = _for_each("sampling", sampling or SamplingParams(), len(given))
-        streams: list[list[TokenStream | Output]] = []
-        try:
-            for asked in zip(given, lengths, params, strict=True):
-                # A list at once: an error in the middle then still ends what was added before.
-                streams.append([])
-                streams[-1].extend(self._streams(*asked))
+        # An error in the middle ends what was added before.
+        with ExitStack() as added:
+            streams = [self._streams(added, *asked) for asked in zip(given, lengths, params, strict=True)]
             quiet = os.environ.get("TQDM_DISABLE", "0") not in ("", "0")
             bar = tqdm(streams, desc="generate", unit="prompt", file=sys.stderr, disable=quiet)
             return [
                 Answer(tuple(item.result() if isinstance(item, TokenStream) else item for item in items))
                 for items in bar
             ]
-        except BaseException:
-            for item in chain.from_iterable(streams):
-                if isinstance(item, TokenStream):
-                    item.abort()
-            raise
 
     def abort(self, request_id: str) -> None:
         """End a request wherever it is; what it has generated stays. A finished one stays as it is."""
@@ -331,24 +309,24 @@ class Engine:
         return Request(name, given, max_tokens, sampling=sampling)
 
     def _streams(
-        self, prompt: Prompt, max_tokens: int, sampling: SamplingParams
-    ) -> Iterator[TokenStream | Output]:
-        """Add as many requests as answers are wanted, and yield their streams; or the error for an answer."""
+        self, added: ExitStack, prompt: Prompt, max_tokens: int, sampling: SamplingParams
+    ) -> list[TokenStream | Output]:
+        """Add as many requests as answers are wanted; return their streams, or the error for an answer."""
         name = self._next_id()
         try:
             request = self._request(name, prompt, max_tokens, sampling)
-            for sample in parallel_samples(request) if sampling.n > 1 else (request,):
-                yield self._add(sample, waits=True)
+            samples = parallel_samples(request) if sampling.n > 1 else (request,)
+            return [added.enter_context(self._add(sample, waits=True)) for sample in samples]
         except (ValueError, QueueFull) as error:
             record = record_of(Rejected(name, str(error)), None)
-            yield Output(name, (), (), "", None, None, (), str(error), record)
+            return [Output(name, (), (), "", None, None, (), str(error), record)]
 
     def _add(self, request: Request, waits: bool) -> TokenStream:
         check_process(self._process)
         self._loop.validate(request)
         with self._condition:
             self._check_open()
-            if any(request.id in taken for taken in (self._tickets, self._records, self._unforgotten)):
+            if request.id in self._records:
                 raise ValueError(
                     f"request {request.id!r}: the id is taken; give each request an id of its own"
                 )
@@ -445,8 +423,7 @@ class Engine:
             self._condition.notify_all()
 
     def _keep(self, ticket: _Ticket) -> None:
-        if self._keep_trace:
-            self._records[ticket.stream.id] = ticket.record()
+        self._records[ticket.stream.id] = ticket.record()
 
     def _close(self, ticket: _Ticket, reason: str | None = None, error: str | None = None) -> None:
         """Hand over a request's last tokens and its record, and let go of it."""
@@ -456,19 +433,13 @@ class Engine:
         ticket.send(record)
         del self._tickets[record.id]
         self._queue.leave(record.id)
-        if self._keep_trace:
-            self._records[record.id] = record
-        elif ticket.state is not None:
+        self._records[record.id] = record
+        if not self._keep_trace:
             # Rows that a static batch still computes can be forgotten only later.
-            self._unforgotten.append(record.id)
-            self._unforgotten = [name for name in self._unforgotten if not self._forgets(name)]
-
-    def _forgets(self, request_id: str) -> bool:
-        try:
-            self.scheduler.forget(request_id)
-        except ValueError:
-            return False
-        return True
+            for name in self._records.keys() - self._tickets.keys():
+                with suppress(ValueError):
+                    self.scheduler.forget(name)
+                    del self._records[name]
 
 
 def _for_each(name: str, given: _Value | Sequence[_Value], number: int) -> Sequence[_Value]:

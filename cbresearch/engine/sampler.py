@@ -7,15 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from cbresearch.engine.noise import gumbel, noise_key
 from cbresearch.request import Request, SamplingParams, TokenLogprobs
@@ -129,7 +122,7 @@ def _scores(processors: SamplingParams, scores: Tensor, rows: Sequence[tuple[_Se
         longest = max(len(token_ids) for _, token_ids in rows)
         # A row is filled up with its own last token, which adds nothing.
         known = np.stack([np.pad(ids, (0, longest - len(ids)), mode="edge") for _, ids in rows])
-        penalize = RepetitionPenaltyLogitsProcessor(processors.repetition_penalty)
+        penalize = transformers.RepetitionPenaltyLogitsProcessor(processors.repetition_penalty)
         scores = penalize(torch.from_numpy(known).to(device), scores)
     if processors.presence_penalty or processors.frequency_penalty:
         counted = np.stack([np.bincount(output, minlength=vocab_size) for output in outputs])
@@ -149,15 +142,15 @@ def _scores(processors: SamplingParams, scores: Tensor, rows: Sequence[tuple[_Se
     if not processors.temperature:
         return scores
     # What `generate` does to logits before it draws, in its order.
-    warpers = LogitsProcessorList()
+    warpers = transformers.LogitsProcessorList()
     if processors.temperature != 1:
-        warpers.append(TemperatureLogitsWarper(processors.temperature))
+        warpers.append(transformers.TemperatureLogitsWarper(processors.temperature))
     if processors.top_k is not None and processors.top_k < vocab_size:
-        warpers.append(TopKLogitsWarper(processors.top_k))
+        warpers.append(transformers.TopKLogitsWarper(processors.top_k))
     if processors.top_p < 1:
-        warpers.append(TopPLogitsWarper(processors.top_p))
+        warpers.append(transformers.TopPLogitsWarper(processors.top_p))
     if processors.min_p > 0:
-        warpers.append(MinPLogitsWarper(processors.min_p))
+        warpers.append(transformers.MinPLogitsWarper(processors.min_p))
     keys = torch.tensor([seat.key for seat, _ in rows], device=device)
     places = torch.tensor([len(output) for output in outputs], device=device)
     # None of them looks at the tokens that are known.

@@ -165,7 +165,9 @@ def test_a_trace_of_a_running_engine_ends_with_its_last_step(tiny):
         return called
 
     scheduler.schedule, scheduler.commit = between(scheduler.schedule), between(scheduler.commit)
-    streams = [engine.add([5 + n, 6, 7], 20, id=f"r{n}") for n in range(5)]
+    # All of them are there for the first step, so that the pool is short of blocks.
+    with engine._condition:
+        streams = [engine.add([5 + n, 6, 7], 20, id=f"r{n}") for n in range(5)]
     while not all(stream.is_finished for stream in streams):
         looked.append(engine.trace())
         time.sleep(0.002)
