@@ -1,13 +1,13 @@
 """The columns of a run: one value for each step or request, worked out for a whole decode run at once."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from cbresearch.step import SKIP_REASONS, PoolState
-from cbresearch.trace.records import RequestRecord, StepRecord
+from cbresearch.step import SKIP_REASONS, DecodeRun, PoolState
+from cbresearch.trace.records import RequestRecord, StepRecord, count_skipped
 from cbresearch.trace.steps import Part
 
 __all__ = ["Columns"]
@@ -41,17 +41,16 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     for part in parts:
         place = len(starts)
         if isinstance(part, StepRecord):
-            counts += _counts(part, is_short=False)
+            counts += _counts(part)
             lengths.append(1)
             starts.append(part.start)
             durations.append(part.duration)
             device_durations.append(np.nan if part.device_duration is None else part.device_duration)
             finished += [place] * len(part.finished)
             continue
-        for _, begin, end in part.bounds():
-            first = StepRecord(part.start_of(begin), 0.0, part.plan(begin), (), part.pool(begin))
-            counts += _counts(first, part.is_short)
-            lengths.append(end - begin)
+        for length, first in _segment_counts(part):
+            counts += first
+            lengths.append(length)
         starts += (part.start, *part.ends[:-1])
         durations += part.durations
         device_durations += [np.nan] * len(part)
@@ -68,8 +67,8 @@ def step_columns(parts: Sequence[Part]) -> Columns:
     # From step to step of a segment each row has one token more, and blocks are taken.
     begins = np.repeat(np.cumsum([0, *lengths])[:-1], lengths)
     offsets = np.arange(len(starts)) - begins
-    num_taken = np.bincount(taken, minlength=len(starts)).cumsum()
-    num_taken -= num_taken[begins]
+    num_new = np.bincount(taken, minlength=len(starts))
+    num_taken = num_new.cumsum() - (num_new.cumsum() - num_new)[begins]
     num_decoded = offsets * columns["num_scheduled"]
     grown = {"step": offsets, "num_context_tokens": num_decoded, "num_held_tokens": num_decoded}
     grown |= {"num_held_blocks": num_taken, "num_external_blocks": -num_taken * columns.pop("is_short")}
@@ -114,7 +113,7 @@ def fixed(columns: Columns) -> Columns:
     return columns
 
 
-def _counts(record: StepRecord, is_short: bool) -> tuple[int, ...]:
+def _counts(record: StepRecord) -> tuple[int, ...]:
     """Return the counts of a step, in the order of `_NAMES`."""
     plan = record.plan
     num_prefill = num_context = num_decode = num_sampled = 0
@@ -132,5 +131,26 @@ def _counts(record: StepRecord, is_short: bool) -> tuple[int, ...]:
         len(record.finished),
         *record.pool,
         *(map(plan.num_transfers, _TRANSFERS) if plan.transfers else (0, 0, 0)),
-        is_short,
+        0,
     )
+
+
+def _segment_counts(run: DecodeRun) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield each segment's length and the counts of its first step, but for the blocks taken before it."""
+    reasons = [reason for _, reason in run.skipped]
+    num_padding, padding_context = len(run.padding), sum([row.context_length for row in run.padding])
+    for segment, begin, end in run.bounds():
+        _, num_rows, closed, pool = segment
+        starts = [start for start, last in zip(run.starts, run.num_steps, strict=True) if last > begin]
+        context = sum(starts) + num_rows * (begin + 1) + padding_context
+        yield (
+            end - begin,
+            (
+                *(run.first_step + begin, num_rows, num_rows + num_padding, 0, num_rows),
+                *(num_padding, context, num_rows, 0, 0),
+                *count_skipped(reasons, closed, pool[1]),
+                0,
+                *pool,
+                *(0, 0, 0, run.is_short),
+            ),
+        )
