@@ -83,6 +83,7 @@ def predict_run(
     Raises:
         ValueError: As for `simulator.policy_of`.
     """
+    named = policy_of(trace, policy)
     known = [
         replace(request, output_length=len(record.tokens))
         if isinstance(request, Request) and record.tokens
@@ -90,7 +91,7 @@ def predict_run(
         else Rejected(request.id, record.error or "it got no token", request.arrival)
         for request, record in zip(requests, trace.requests, strict=True)
     ]
-    scheduler = Scheduler(policy_of(trace, policy), trace.scheduler, trace.cache)
+    scheduler = Scheduler(named, trace.scheduler, trace.cache)
     return serve(known, scheduler, CostExecutor(cost, trace.outputs))
 
 
