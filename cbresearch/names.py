@@ -186,13 +186,13 @@ def load(kind: str, name: str, base: type[T]) -> type[T]:
 
 
 def described(error: BaseException) -> str:
-    """Return an error in one line: its type, what it says, and the file and the line that raised it."""
+    """Return an error in one line: its type, what it says, and the file and line that its cause is from."""
     text = " ".join(str(error).split())
     if isinstance(error, SyntaxError):
         return (
             f"{type(error).__name__}: {error.msg} ({Path(error.filename or '?').name}, line {error.lineno})"
         )
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
     place = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {text}{place}"
 

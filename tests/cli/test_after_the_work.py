@@ -122,13 +122,16 @@ def test_a_policy_that_fails_keeps_the_runs_of_the_others(arguments, capsys, cap
     assert made() == sorted([*RESULTS, "report.html"])
     results = json.loads(Path("out/results.json").read_text())
     assert [run["policy"] for run in results["runs"]] == ["static", "fcfs"]
-    assert results["failed"] == {"mine.py": "KeyError: 'lost' (mine.py, line 5)"}
-    assert "KeyError: 'lost' (mine.py, line 5)" in caplog.text
+    assert "`propose` failed: KeyError: 'lost'; " in results["failed"]["mine.py"]
+    assert results["failed"]["mine.py"].endswith("(mine.py, line 5)")
+    assert results["failed"]["mine.py"] in caplog.text
 
 
 def test_a_policy_that_fails_alone_is_named_with_its_line(arguments, capsys):
     assert main([*arguments[:3], "--policy", "mine.py", *arguments[7:]]) == 2
-    assert capsys.readouterr().err == "error: KeyError: 'lost' (mine.py, line 5)\n"
+    error = capsys.readouterr().err
+    assert "`propose` failed: KeyError: 'lost'; " in error and error.endswith("(mine.py, line 5)\n")
+    assert error.count("\n") == 1
     assert made() == []
 
 
