@@ -9,6 +9,7 @@ from hygiene import ROOT
 
 from cbresearch import CARDS, Linear, Request, Roofline, __version__, compare, costs, policies
 from cbresearch.__main__ import main
+from cbresearch.trace import load
 
 POLICY = """
 from cbresearch.policies import Policy, Ranked
@@ -130,5 +131,8 @@ def test_an_option_without_its_value_is_refused_with_a_remedy(capsys):
 
 
 def test_results_are_written_below_the_home_folder(home):
-    compare([Request("a", 5, 3)], "fcfs", cost=Linear(0.01)).write("~/results")
+    comparison = compare([Request("a", 5, 3)], "fcfs", cost=Linear(0.01))
+    comparison.write("~/results")
     assert results(home / "results")["runs"]
+    comparison.traces["fcfs"].save("~/run.jsonl")
+    assert load("~/run.jsonl") == comparison.traces["fcfs"]
