@@ -135,8 +135,8 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise ValueError with the message and the remedy."""
         if "are required" in message or "expected one" in message:
-            named = (name for name in _EXAMPLES if name in message)
-            message += f"; write {' '.join(f'{name} {_EXAMPLES[name]}' for name in named)}"
+            named = [f"{name} {_EXAMPLES[name]}" for name in _EXAMPLES if name in message]
+            message += f"; write {' '.join(named) or 'its value behind it'}"
         raise ValueError(f"{message}; see {self.prog} --help")
 
 
@@ -203,7 +203,8 @@ def _read(kind: Callable[[str], Any], what: str) -> Callable[[str], Any]:
 
 def _list_policies() -> int:
     for name, entry in policies.table().items():
-        parameters = inspect.signature(type(policies.get(name))).parameters.values()
+        # The class itself shows the signature of its `__new__`, where the constructor is inherited.
+        _, *parameters = inspect.signature(type(policies.get(name)).__init__).parameters.values()
         options = ", ".join(f"{one.name}={one.default}" for one in parameters)
         about = f"{entry.rule} [{entry.family}]" + (f" Options: {options}." if options else "")
         print(fill(f"{name:<21}{about}", 80, subsequent_indent=" " * 21))
@@ -303,7 +304,7 @@ def _show(comparison: Comparison, reporting: Reporting, folder: Path, timed: boo
     if "report.html" in made:
         print(f"\nThe report is {folder / 'report.html'}, beside {', '.join(made[1:])}.")
     # What cannot be printed, as to a full disk, is found out here and not behind the end of the program.
-    sys.stdout.flush()
+    print(end="", flush=True)
 
 
 def _number(value: float) -> str:

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -233,9 +234,13 @@ def compare(
     # What is neither a policy nor several is left to `get`, which says so.
     built = [get(policy) for policy in as_list(policies, str)]
     distinct([policy.name for policy in built], "policy")
-    if isinstance(model, str) and not (model in _MODELS or "/" in model or Path(model).exists()):
+    if isinstance(model, str) and not (
+        model in _MODELS
+        or re.fullmatch(r"[\w.-]*[\w-]/[\w.-]+", model)
+        or (model and os.path.exists(os.path.expanduser(model)))
+    ):
         # Here as well as where models are loaded, which takes seconds to import.
-        known = f"{suggestion(model, _MODELS)} A local folder or a Hub id (org/model) works too"
+        known = f"{suggestion(model, _MODELS)} (a local folder or a Hub id, org/model, works too)"
         raise ValueError(f"unknown model {model!r}; {known}")
     given, label = _given(workload, seed)
     loaded = None if model is None else _loaded(model, trust_remote_code, device, dtype)

@@ -94,7 +94,11 @@ def request_columns(records: Sequence[RequestRecord]) -> Columns:
 
     def column(name: str, kind: type) -> npt.NDArray[Any]:
         values = [getattr(record, name) for record in records]
-        return np.array(values, dtype=object if kind is int and None in values else kind)
+        try:
+            return np.array(values, dtype=kind)
+        except (OverflowError, TypeError):
+            # A count may be None, and what a rejected request asks for has no limit.
+            return np.array(values, dtype=object)
 
     return fixed(
         {

@@ -20,10 +20,11 @@ def write_whole(path: Path, content: str | bytes | Iterable[str]) -> None:
     """Write a file so that it appears whole or not at all.
 
     Args:
-        path: Where; its folder is made if it is not there.
+        path: Where, perhaps beginning with `~`; its folder is made if it is not there.
         content: A text or its parts, which are written as UTF-8 with their newlines as they are, or bytes.
     """
     parts = [content] if isinstance(content, str | bytes) else content
+    path = Path(path).expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:

@@ -201,7 +201,7 @@ def load(path: str | Path) -> Trace:
     Raises:
         ValueError: It is no trace; the message names the file, the line and what is wrong there.
     """
-    header, parts, requests = read(Path(path))
+    header, parts, requests = read(Path(path).expanduser())
     run = Trace(header.policy, header.scheduler, header.cache, Steps(parts), requests, header.origin)
     return run if header.window is None else run.between(*header.window)
 

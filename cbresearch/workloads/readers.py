@@ -242,7 +242,8 @@ def sharegpt_request(fields: Fields, position: str) -> Request:
         remedy = f"give a user's text and an answer to it, such as {EXAMPLES['sharegpt']}"
         raise ValueError(f"conversations is {fields.get('conversations')!r}; {remedy}") from None
     made = {"prompt": asked, "max_tokens": max_tokens, "ignore_eos": True}
-    return workload_request({"id": str(fields["id"])} | made if "id" in fields else made, position)
+    name = fields.get("id")
+    return workload_request({"id": None if name is None else str(name)} | made, position)
 
 
 def openai_request(fields: Fields, position: str) -> Request:

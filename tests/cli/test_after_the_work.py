@@ -173,3 +173,19 @@ def test_a_reader_that_goes_away_is_no_error(arguments, command):
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
     assert made() == (sorted([*RESULTS, "report.html"]) if command == "the run" else [])
+
+
+def test_a_process_without_an_output_stream_ends_well(arguments):
+    code = "import sys; sys.stdout = None; from cbresearch.__main__ import script; script()"
+    done = a_process(arguments, code)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert set(made()) > set(RESULTS)
+
+
+@pytest.mark.parametrize("field", ["prompt", "max_tokens"])
+def test_a_line_that_asks_for_more_tokens_than_int64_holds_costs_itself_alone(arguments, capsys, field):
+    with open("w.jsonl", "a") as file:
+        file.write(json.dumps({"prompt": 5, "max_tokens": 3, field: 10**20}) + "\n")
+    assert main(arguments) == 0
+    assert "rejected: request '2': " in capsys.readouterr().err
+    assert set(made()) > set(RESULTS)

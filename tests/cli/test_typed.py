@@ -1,13 +1,15 @@
 """What a person types: policies and costs by name, paths with `~`, places and types of models."""
 
 import json
+import sys
 import tomllib
 
 import pytest
 from hygiene import ROOT
 
-from cbresearch import CARDS, Linear, Roofline, __version__, costs, policies
+from cbresearch import CARDS, Linear, Request, Roofline, __version__, compare, costs, policies
 from cbresearch.__main__ import main
+from cbresearch.trace import load
 
 POLICY = """
 from cbresearch.policies import Policy, Ranked
@@ -59,6 +61,7 @@ def test_policies_are_listed_with_their_rules_and_options_in_80_columns(capsys):
         assert f"\n{name} " in f"\n{out}"
         assert " ".join(rule.split()[:3]) in out
     assert "reserved=" in out and "release=False" in out
+    assert "values=" not in out and "_empty" not in out
 
 
 @pytest.mark.parametrize("command", ["compare", "simulate"])
@@ -111,3 +114,25 @@ SMALL = costs.SHAPES["smollm2-135m"]
 )
 def test_a_cost_is_built_from_its_name(text, cost):
     assert costs.parse(text) == cost
+
+
+@pytest.mark.parametrize("model", ["", "./nothere", "~/nothere", "a/b/c", "/nothere/at/all"])
+def test_a_path_that_is_no_model_is_refused_before_torch_is_imported(home, capsys, monkeypatch, model):
+    # The package has a function of the same name.
+    monkeypatch.setattr(sys.modules["cbresearch.experiments.compare"], "_loaded", None)
+    line = ["compare", f"--model={model}", "--workload=classic60", "--policy=fcfs", "--output=out"]
+    assert main(line) == 2
+    assert capsys.readouterr().err.startswith("error: unknown model ")
+
+
+def test_an_option_without_its_value_is_refused_with_a_remedy(capsys):
+    assert main(["simulate", "--max-num-seqs"]) == 2
+    assert "expected one argument; write its value behind it; see" in capsys.readouterr().err
+
+
+def test_results_are_written_below_the_home_folder(home):
+    comparison = compare([Request("a", 5, 3)], "fcfs", cost=Linear(0.01))
+    comparison.write("~/results")
+    assert results(home / "results")["runs"]
+    comparison.traces["fcfs"].save("~/run.jsonl")
+    assert load("~/run.jsonl") == comparison.traces["fcfs"]

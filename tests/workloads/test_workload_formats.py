@@ -132,6 +132,12 @@ def test_sharegpt_conversation_without_a_question_and_an_answer_is_rejected_alon
     assert rejected.error.startswith("line 1: ") and "; " in rejected.error
 
 
+def test_sharegpt_conversations_without_an_id_are_named_by_their_position(tmp_path):
+    talk = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    found = read(tmp_path, lines(*[{"id": None, "conversations": talk}] * 3))
+    assert [(type(one), one.id) for one in found] == [(Request, name) for name in "012"]
+
+
 def test_openai_batch_file_gives_texts_lengths_and_sampling_parameters(tmp_path):
     def line(name, body):
         return {
