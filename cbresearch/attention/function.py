@@ -167,6 +167,7 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
         kept = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         for name, value in vars(module).items():
             # A hook that is a method would otherwise tell a copy of its owner.
-            kept += value.values() if name.endswith("_hooks") else [value] * isinstance(value, Tensor)
+            is_hooks = name.endswith("_hooks") and isinstance(value, dict)
+            kept += value.values() if is_hooks else [value] * isinstance(value, Tensor)
         shared.update((id(value), value) for value in kept)
     return copy.deepcopy(model, memo=shared).eval()

@@ -1,6 +1,7 @@
 """Carry out plans on a transformers model, and measure how long they take."""
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,10 @@ from cbresearch.request import Request
 from cbresearch.step import Plan, Scheduled, StepResult
 
 _DEFAULT_POOL_BYTES = 2**30
+
+# A fork has none of the threads that OpenMP has started, and would wait for them for ever.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=functools.partial(torch.set_num_threads, 1))
 
 
 class ModelExecutor:
@@ -136,7 +141,7 @@ class ModelExecutor:
             reject_differing(self.loaded, self.cache, self._run_model)
             for _ in range(num_steps):
                 step = PagedStep(self.cache, blocks[:, None], np.zeros_like(ones), ones)
-                self._run_model(ones, step, blocks)
+                self._run_model(np.zeros_like(ones), step, blocks)
 
     @torch.inference_mode()
     def execute(self, plan: Plan) -> StepResult:

@@ -1,6 +1,7 @@
 """An engine that is left, forked, dropped or looked at in the middle of a step does no harm."""
 
 import asyncio
+import contextlib
 import gc
 import os
 import subprocess
@@ -114,6 +115,34 @@ def test_a_forked_child_is_refused_by_its_parents_engine_and_can_build_one(engin
         assert in_a_fork(check) == ""
     stream.abort()
     assert stream.result(60).finish_reason == "abort"
+
+
+FORK = """
+import os, torch
+torch.set_num_threads(2)
+torch.randn(600, 600) @ torch.randn(600, 600)
+from cbresearch.config import CacheConfig
+from cbresearch.engine import Engine
+first = Engine("tiny", cache=CacheConfig(20, 4))
+first.generate([[5, 6, 7]], 2)
+child = os.fork()
+if not child:
+    Engine(first.loaded, cache=CacheConfig(20, 4), backend="torch").generate([list(range(40))], 2)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_an_engine_in_a_fork_does_not_wait_for_the_threads_of_its_parent():
+    with subprocess.Popen(
+        [sys.executable, "-c", FORK], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as script:
+        try:
+            assert script.communicate(timeout=60)[0] == "7\n"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(script.pid, 9)
 
 
 def test_an_engine_has_a_thread_only_while_there_is_work_and_is_freed_when_it_is_dropped(tiny):

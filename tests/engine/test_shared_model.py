@@ -139,6 +139,19 @@ def test_a_model_in_training_mode_is_served_without_dropout_and_stays_in_it(back
     assert small.model.training
 
 
+def test_a_model_that_keeps_activations_for_training_is_served(small):
+    want = generated_tokens(small)
+    small.model.gradient_checkpointing_enable()
+    assert engine_tokens(small) == want
+
+
+def test_a_vocabulary_of_one_token_is_served():
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    one = models.wrap("one", LlamaForCausalLM(LlamaConfig(vocab_size=1, eos_token_id=None, **sizes)))
+    with Engine(one, cache=CacheConfig(4, 4)) as engine:
+        assert engine.generate([[0]], 3)[0].token_ids == (0, 0, 0)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_that_are_trained_in_place_are_those_that_are_served(backend, small):
     with Engine(small, backend=backend) as engine:
