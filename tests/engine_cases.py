@@ -317,7 +317,7 @@ def add_impossible(rng: np.random.Generator, requests: list[Request]) -> list[Re
         arrival = float(rng.random() * 20)
         impossible = [
             Request(f"x{place}", (3, VOCABULARY), 4, arrival),
-            Request(f"x{place}", (-1, 3), 4, arrival),
+            Request(f"x{place}", (VOCABULARY, 3), 4, arrival),
             Request(f"x{place}", "text", 4, arrival),
             Request(f"x{place}", 9, 4, arrival),
             Request(f"x{place}", (5,) * CONTEXT, 1, arrival),
