@@ -8,6 +8,11 @@ from cbresearch.model_shape import ModelShape as ModelShape  # noqa: PLC0414
 RESERVATIONS = ("max", "pow2", "oracle")
 PREEMPTIONS = ("recompute", "swap")
 
+# More than any server has, and what the lists of seats and blocks can be held in memory for.
+_MOST_BLOCKS = 10**7
+_MOST_SEATS = 10**6
+_MOST_TOKENS = 10**9
+
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
@@ -41,7 +46,8 @@ class CacheConfig:
     cache_on_schedule: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        blocks = {"num_blocks": (1, _MOST_BLOCKS), "num_host_blocks": (0, _MOST_BLOCKS)}
+        check_numbers(self, block_size=(1, _MOST_TOKENS), **blocks)
         if self.reservation is None:
             return
         if self.reservation not in RESERVATIONS:
@@ -77,7 +83,7 @@ class SchedulerConfig:
             that could need more than one step's token budget for it.
 
     Raises:
-        ValueError: A limit is below 1, or the preemption is unknown.
+        ValueError: A limit is out of range, or the preemption is unknown.
     """
 
     max_num_seqs: int = 8
@@ -88,7 +94,7 @@ class SchedulerConfig:
     chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_numbers(self, max_num_seqs=(1, _MOST_SEATS), max_num_batched_tokens=(1, _MOST_TOKENS))
         if self.preemption not in PREEMPTIONS:
             raise ValueError(
                 f"SchedulerConfig: preemption is {self.preemption!r}; choose one of {PREEMPTIONS}"

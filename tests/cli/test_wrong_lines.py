@@ -46,6 +46,13 @@ LINES = [
     ("simulate", {}, ["--max-num-batched-tokens", "-3"], ["max_num_batched_tokens is -3", "at least 1"]),
     ("simulate", {}, ["--block-size", "1.5"], ["--block-size", "'1.5'", "whole number"]),
     ("simulate", {}, ["--num-blocks", "0"], ["num_blocks is 0", "at least 1"]),
+    ("simulate", {}, ["--num-blocks", "1000000000"], ["num_blocks is 1000000000", "from 1 to 10000000"]),
+    ("simulate", {}, ["--host-blocks", "9" * 23], ["num_host_blocks is 999", "from 0 to 10000000"]),
+    ("simulate", {}, ["--max-num-seqs", "9" * 20], ["max_num_seqs is 999", "from 1 to 1000000"]),
+    ("simulate", {}, ["--max-num-batched-tokens", "9" * 20], ["max_num_batched_tokens is 999", "from 1 to"]),
+    ("simulate", {}, ["--block-size", "9" * 20], ["block_size is 999", "from 1 to"]),
+    ("simulate", {"--workload": "chat:n=99999999999"}, [], ["is 99999999999", "from 0 to 10000000"]),
+    ("simulate", {"--workload": "agents:n=99999999999"}, [], ["is 99999999999", "from 0 to 10000000"]),
     ("simulate", {}, ["--host-blocks", "-1"], ["num_host_blocks is -1", "at least 0"]),
     ("simulate", {}, ["--seed", "-1"], ["seed is -1", "at least 0"]),
     ("simulate", {}, ["--preemption", "forget"], ["'forget'", "recompute", "swap"]),
@@ -127,7 +134,7 @@ def test_a_wrong_command_line_is_answered_by_one_line_with_the_remedy(
     judge(folder, status, *capsys.readouterr(), parts)
 
 
-@pytest.mark.parametrize("place", [0, 9, 33, 46])
+@pytest.mark.parametrize("place", [0, 9, 40, 53])
 def test_a_wrong_command_line_is_answered_soon_by_a_new_process(folder, place):
     command, changes, more, parts = LINES[place]
     before = os.times().children_user
