@@ -1,5 +1,6 @@
 """The figures of a run: latencies, rates, rows, memory and tokens; see the package for what they share."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -313,8 +314,9 @@ def num_output_tokens(trace: Trace) -> int:
 
 
 def fraction(part: float | None, whole: float | None) -> float | None:
-    """Return a ratio, or None where a part of it is undefined or the whole is 0."""
-    return None if part is None or not whole else part / whole
+    """Return a ratio, or None where a part of it is undefined, the whole is 0, or no float is as large."""
+    ratio = math.inf if part is None or not whole else part / whole
+    return ratio if math.isfinite(ratio) else None
 
 
 def _total(trace: Trace, name: str) -> int:

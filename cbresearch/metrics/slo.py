@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cbresearch.checks import real
-from cbresearch.metrics.basic import makespan
+from cbresearch.metrics.basic import fraction, makespan
 from cbresearch.trace import RequestRecord, Trace
 
 __all__ = ["Slo", "goodput", "slo_attainment"]
@@ -58,5 +58,4 @@ def goodput(trace: Trace, slo: Slo) -> float | None:
     Source: as vLLM's `bench serve` defines it; DistServe's goodput is the largest rate with a wanted
     attainment (see `experiments.capacity`).
     """
-    seconds = makespan(trace)
-    return sum(map(slo.is_met, trace.requests)) / seconds if seconds else None
+    return fraction(sum(map(slo.is_met, trace.requests)), makespan(trace))
