@@ -19,6 +19,8 @@ FILES = {
     "bad.jsonl": '{"prompt": 5}\nnonsense\n',
     "several.py": "from cbresearch.policies import Policy\nclass A(Policy): pass\nclass B(Policy): pass\n",
     "none.py": "NUMBER = 3\n",
+    "refuses.py": "from cbresearch.policies import Policy\nclass A(Policy):\n"
+    "    def __init__(self, x=1):\n        {1: exit, 2: int, 3: [].index}[x]('no')\n",
     "syntax.py": "x = 1\ndef f(:\n    pass\n",
     "raises.py": "import math\n\nmath.sqrt(-1)\n",
     "exits.py": "import sys\nsys.exit('go away')\n",
@@ -71,6 +73,9 @@ LINES = [
     ("simulate", {"--policy": "syntax.py:A"}, [], ["SyntaxError", "syntax.py, line 2"]),
     ("simulate", {"--policy": "raises.py:A"}, [], ["ValueError: math domain error", "raises.py, line 3"]),
     ("simulate", {"--policy": "exits.py:A"}, [], ["SystemExit: go away", "exits.py, line 2"]),
+    ("simulate", {"--policy": "refuses.py:A"}, [], ["'refuses.py:A' cannot be built: SystemExit: no"]),
+    ("simulate", {"--policy": "refuses.py:A:x=2"}, [], ["'refuses.py:A:x=2'", "'no'", "refuses.py, line 4"]),
+    ("simulate", {"--policy": "refuses.py:A:x=4"}, [], ["'refuses.py:A:x=4'", "KeyError: 4", "line 4"]),
     ("simulate", {"--workload": "chat42"}, [], ["'chat42'", "'chat24'"]),
     ("simulate", {"--workload": "~/no such.jsonl"}, [], ["'~/no such.jsonl'", "chat24"]),
     ("simulate", {"--workload": "."}, [], ["'.'", "name a file"]),
@@ -134,7 +139,7 @@ def test_a_wrong_command_line_is_answered_by_one_line_with_the_remedy(
     judge(folder, status, *capsys.readouterr(), parts)
 
 
-@pytest.mark.parametrize("place", [0, 9, 40, 53])
+@pytest.mark.parametrize("place", [0, 9, 40, 56])
 def test_a_wrong_command_line_is_answered_soon_by_a_new_process(folder, place):
     command, changes, more, parts = LINES[place]
     before = os.times().children_user
