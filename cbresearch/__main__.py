@@ -82,8 +82,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except Exception as error:
         is_told = isinstance(error, ValueError | OSError)
-        print("error:", " ".join(str(error).split()) if is_told else described(error), file=sys.stderr)
-        return 2
+        # A comparison of which every policy failed names each in a note.
+        notes = getattr(error, "__notes__", None)
+        said = " ".join(str(error).split()) if is_told else described(error)
+        print("error:", *(notes or [said]), file=sys.stderr)
+        return 1 if notes else 2
 
 
 def _run(options: argparse.Namespace) -> int:

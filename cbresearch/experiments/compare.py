@@ -396,11 +396,13 @@ def _sorted_out(ended: Mapping[str, Trace | BaseException]) -> tuple[dict[str, T
     """Return the traces of the policies, and what the others failed of; raise if all did."""
     traces = {name: one for name, one in ended.items() if isinstance(one, Trace)}
     errors = {name: one for name, one in ended.items() if isinstance(one, BaseException)}
-    for name, error in errors.items():
-        if not traces:
-            raise error
-        _LOG.warning("policy %r failed, and its run is left out: %s", name, described(error))
-    return traces, {name: described(error) for name, error in errors.items()}
+    failed = {name: described(error) for name, error in errors.items()}
+    for error in () if traces else errors.values():
+        error.add_note("; ".join(f"policy {name!r} failed: {reason}" for name, reason in failed.items()))
+        raise error
+    for name, reason in failed.items():
+        _LOG.warning("policy %r failed, and its run is left out: %s", name, reason)
+    return traces, failed
 
 
 def _made(what: str, make: Callable[[], Iterable[T]]) -> tuple[T, ...]:
