@@ -207,6 +207,13 @@ def test_nothing_generated_has_no_cost_and_no_price_is_below_0():
             Reporting(price_per_hour=price)
 
 
+@pytest.mark.parametrize("metric", [metrics.slo_attainment, metrics.goodput])
+def test_a_promise_that_is_no_slo_is_refused(metric):
+    for trace, promise in ((run_of(3), (1, 2)), (NOTHING, None)):
+        with pytest.raises(TypeError, match=r"slo is .*; give an Slo, such as"):
+            metric(trace, promise)
+
+
 @pytest.mark.parametrize(("step_seconds", "price"), [(1.0, 1e308), (1e-310, 1.0), (1e306, 1.0)])
 def test_a_metric_beyond_the_largest_float_is_undefined_and_loses_no_other(step_seconds, price):
     requests = [Request(str(n), 5, 4) for n in range(9)]
