@@ -101,7 +101,10 @@ def of_running(value):
                 np.float32(2),
             )
         ),
-        *(({hook: leave}, f"`{hook}` failed: SystemExit: 7") for hook in ("begin", "propose", "victim", "served")),
+        *(
+            ({hook: leave}, f"`{hook}` failed: SystemExit: 7")
+            for hook in ("begin", "propose", "victim", "served")
+        ),
         ({"begin": fail}, "`begin` failed: KeyError: 'mistake'"),
         ({"wakes": fail}, "`wakes` failed: KeyError: 'mistake'"),
         ({"wakes": lambda self, view: float("nan")}, "what its `wakes` returns is nan"),
