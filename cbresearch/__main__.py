@@ -242,7 +242,7 @@ def _unfinished_folder(folder: Path, name: str) -> Iterator[Path]:
     """Yield a folder whose files move into the output folder at the end; if there is none, none is left."""
     if not name.strip():
         raise ValueError(f"--output is {name!r}; name a folder")
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         usable_folder("--output", folder)
         for taken in (path for path in map(folder.joinpath, _FILES) if path.is_dir()):

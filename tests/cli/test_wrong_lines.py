@@ -76,6 +76,8 @@ LINES = [
     ("simulate", {"--policy": "refuses.py:A"}, [], ["'refuses.py:A' cannot be built: SystemExit: no"]),
     ("simulate", {"--policy": "refuses.py:A:x=2"}, [], ["'refuses.py:A:x=2'", "'no'", "refuses.py, line 4"]),
     ("simulate", {"--policy": "refuses.py:A:x=4"}, [], ["'refuses.py:A:x=4'", "KeyError: 4", "line 4"]),
+    ("simulate", {"--output": "x" * 300}, [], ["--output 'xxx", "cannot be written (File name too long)"]),
+    ("simulate", {"--output": "new/" + "x" * 300}, [], ["(File name too long); name another folder"]),
     ("simulate", {"--workload": "chat42"}, [], ["'chat42'", "'chat24'"]),
     ("simulate", {"--workload": "~/no such.jsonl"}, [], ["'~/no such.jsonl'", "chat24"]),
     ("simulate", {"--workload": "."}, [], ["'.'", "name a file"]),
