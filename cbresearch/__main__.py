@@ -92,7 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     folder = Path(os.path.expanduser(options.output))
     try:
-        reporting = _reporting(options)
+        ttft, tpot = options.slo_ttft, options.slo_tpot
+        slo = None if ttft is None and tpot is None else Slo(ttft=ttft, tpot=tpot)
+        reporting = Reporting(slo, options.price_per_hour, options.currency)
         # Before the work, so that an output folder that cannot be is not found out after it.
         with _unfinished_folder(folder, options.output) as unfinished:
             comparison = _compare(options)
@@ -212,12 +214,6 @@ def _list_policies() -> int:
         about = f"{entry.rule} [{entry.family}]" + (f" Options: {options}." if options else "")
         print(fill(f"{name:<21}{about}", 80, subsequent_indent=" " * 21))
     return 0
-
-
-def _reporting(options: argparse.Namespace) -> Reporting:
-    ttft, tpot = options.slo_ttft, options.slo_tpot
-    slo = None if ttft is None and tpot is None else Slo(ttft=ttft, tpot=tpot)
-    return Reporting(slo, options.price_per_hour, options.currency)
 
 
 def _compare(options: argparse.Namespace) -> Comparison:

@@ -8,11 +8,6 @@ from cbresearch.model_shape import ModelShape as ModelShape  # noqa: PLC0414
 RESERVATIONS = ("max", "pow2", "oracle")
 PREEMPTIONS = ("recompute", "swap")
 
-# More than any server has, and what the lists of seats and blocks can be held in memory for.
-_MOST_BLOCKS = 10**7
-_MOST_SEATS = 10**6
-_MOST_TOKENS = 10**9
-
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
@@ -46,8 +41,8 @@ class CacheConfig:
     cache_on_schedule: bool = False
 
     def __post_init__(self) -> None:
-        blocks = {"num_blocks": (1, _MOST_BLOCKS), "num_host_blocks": (0, _MOST_BLOCKS)}
-        check_numbers(self, block_size=(1, _MOST_TOKENS), **blocks)
+        # More than any server has, and lists of which a computer can hold.
+        check_numbers(self, block_size=(1, 10**9), num_blocks=(1, 10**7), num_host_blocks=(0, 10**7))
         if self.reservation is None:
             return
         if self.reservation not in RESERVATIONS:
@@ -94,7 +89,7 @@ class SchedulerConfig:
     chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
-        check_numbers(self, max_num_seqs=(1, _MOST_SEATS), max_num_batched_tokens=(1, _MOST_TOKENS))
+        check_numbers(self, max_num_seqs=(1, 10**6), max_num_batched_tokens=(1, 10**9))
         if self.preemption not in PREEMPTIONS:
             raise ValueError(
                 f"SchedulerConfig: preemption is {self.preemption!r}; choose one of {PREEMPTIONS}"

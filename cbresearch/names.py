@@ -168,7 +168,7 @@ def load(kind: str, name: str, base: type[T]) -> type[T]:
     """
     given, _, defined = name.rpartition(":")
     path = os.path.expanduser(given)
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{kind} {name!r}: there is no file {given!r} in {Path.cwd()}; give its path")
     folder = str(Path(path).resolve().parent)
     # First, as for a script; then last, for what its hooks import, so that it hides no other module.

@@ -131,10 +131,8 @@ class Comparison:
 
         rows = self.kpi(reporting)
         names = [f"{row.name} ({row.unit})" if row.unit else row.name for row in rows]
-        texts = [
-            [f"{value} (n={n})" if n else value for value, n in zip_longest(row.values, row.sizes)]
-            for row in rows
-        ]
+        pairs = (zip_longest(row.values, row.sizes) for row in rows)
+        texts = [[f"{value} (n={n})" if n else value for value, n in row] for row in pairs]
         return pd.DataFrame(texts, index=names, columns=list(self.traces))
 
     def prediction_frame(self) -> "pd.DataFrame":

@@ -315,8 +315,7 @@ def num_output_tokens(trace: Trace) -> int:
 
 def fraction(part: float | None, whole: float | None) -> float | None:
     """Return a ratio, or None where a part of it is undefined, the whole is 0, or no float is as large."""
-    ratio = math.inf if part is None or not whole else part / whole
-    return ratio if math.isfinite(ratio) else None
+    return None if part is None or not whole or not math.isfinite(ratio := part / whole) else ratio
 
 
 def _total(trace: Trace, name: str) -> int:

@@ -84,9 +84,7 @@ def summary(
         values["cost_per_million_output_tokens"] = cost.cost_per_million_tokens(trace, price)
         values["cost_per_million_total_tokens"] = cost.cost_per_million_total_tokens(trace, price)
     # JSON has no infinity: a mean of times near the largest float is undefined, and loses no other figure.
-    return {
-        name: None if value is None or not math.isfinite(value) else value for name, value in values.items()
-    }
+    return {key: None if one is None or not math.isfinite(one) else one for key, one in values.items()}
 
 
 def _measured(trace: Trace) -> dict[str, float | int | None]:

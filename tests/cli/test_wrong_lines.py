@@ -67,6 +67,7 @@ LINES = [
     ("simulate", {"--policy": "static:relase"}, [], ["'relase'", "'release'"]),
     ("simulate", {}, ["--policy", "fcfs"], ["'fcfs'", "twice"]),
     ("simulate", {"--policy": "no.py:Mine"}, [], ["no file 'no.py'", "give its path"]),
+    ("simulate", {"--policy": "x" * 300 + ".py:A"}, [], ["there is no file 'xxx", "give its path"]),
     ("simulate", {"--policy": "several.py"}, [], ["A, B", "several.py:A or several.py:B"]),
     ("simulate", {"--policy": "several.py:C"}, [], ["no Policy 'C'", "'A'"]),
     ("simulate", {"--policy": "none.py"}, [], ["defines no Policy", "derive a class"]),
