@@ -81,10 +81,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except Exception as error:
-        is_told = isinstance(error, ValueError | OSError)
         # A comparison of which every policy failed names each in a note.
         notes = getattr(error, "__notes__", None)
-        said = " ".join(str(error).split()) if is_told else described(error)
+        said = " ".join(str(error).split()) if isinstance(error, ValueError | OSError) else described(error)
         print("error:", *(notes or [said]), file=sys.stderr)
         return 1 if notes else 2
 
@@ -192,7 +191,7 @@ def _parser() -> _Parser:
 
 
 def _device(text: str) -> str:
-    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", text):
+    if not re.fullmatch(r"cpu|(cuda|mps|xpu)(:\d+)?", text):
         raise ValueError
     return text
 

@@ -79,6 +79,7 @@ LINES = [
     ("simulate", {"--policy": "refuses.py:A:x=4"}, [], ["'refuses.py:A:x=4'", "KeyError: 4", "line 4"]),
     ("simulate", {"--output": "x" * 300}, [], ["--output 'xxx", "cannot be written (File name too long)"]),
     ("simulate", {"--output": "new/" + "x" * 300}, [], ["(File name too long); name another folder"]),
+    ("compare", {}, ["--device", "cpu:9"], ["--device", "'cpu:9' is no device; give cpu, cuda"]),
     ("simulate", {"--workload": "chat42"}, [], ["'chat42'", "'chat24'"]),
     ("simulate", {"--workload": "~/no such.jsonl"}, [], ["'~/no such.jsonl'", "chat24"]),
     ("simulate", {"--workload": "."}, [], ["'.'", "name a file"]),
