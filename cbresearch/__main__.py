@@ -81,15 +81,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except Exception as error:
-        is_told = isinstance(error, ValueError | OSError)
-        print("error:", " ".join(str(error).split()) if is_told else described(error), file=sys.stderr)
-        return 2
+        # A comparison of which every policy failed names each in a note.
+        notes = getattr(error, "__notes__", None)
+        said = " ".join(str(error).split()) if isinstance(error, ValueError | OSError) else described(error)
+        print("error:", *(notes or [said]), file=sys.stderr)
+        return 1 if notes else 2
 
 
 def _run(options: argparse.Namespace) -> int:
     folder = Path(os.path.expanduser(options.output))
     try:
-        reporting = _reporting(options)
+        ttft, tpot = options.slo_ttft, options.slo_tpot
+        slo = None if ttft is None and tpot is None else Slo(ttft=ttft, tpot=tpot)
+        reporting = Reporting(slo, options.price_per_hour, options.currency)
         # Before the work, so that an output folder that cannot be is not found out after it.
         with _unfinished_folder(folder, options.output) as unfinished:
             comparison = _compare(options)
@@ -187,7 +191,7 @@ def _parser() -> _Parser:
 
 
 def _device(text: str) -> str:
-    if not re.fullmatch(r"(cpu|cuda|mps|xpu)(:\d+)?", text):
+    if not re.fullmatch(r"cpu|(cuda|mps|xpu)(:\d+)?", text):
         raise ValueError
     return text
 
@@ -209,12 +213,6 @@ def _list_policies() -> int:
         about = f"{entry.rule} [{entry.family}]" + (f" Options: {options}." if options else "")
         print(fill(f"{name:<21}{about}", 80, subsequent_indent=" " * 21))
     return 0
-
-
-def _reporting(options: argparse.Namespace) -> Reporting:
-    ttft, tpot = options.slo_ttft, options.slo_tpot
-    slo = None if ttft is None and tpot is None else Slo(ttft=ttft, tpot=tpot)
-    return Reporting(slo, options.price_per_hour, options.currency)
 
 
 def _compare(options: argparse.Namespace) -> Comparison:
@@ -239,7 +237,7 @@ def _unfinished_folder(folder: Path, name: str) -> Iterator[Path]:
     """Yield a folder whose files move into the output folder at the end; if there is none, none is left."""
     if not name.strip():
         raise ValueError(f"--output is {name!r}; name a folder")
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
     try:
         usable_folder("--output", folder)
         for taken in (path for path in map(folder.joinpath, _FILES) if path.is_dir()):

@@ -123,7 +123,7 @@ def check_numbers(config: Any, **ranges: tuple[float, float]) -> None:
             raise ValueError(f"{name} is {value!r}; it must be True or False")
         if field.type in (int, int | None):
             least, most = ranges.get(field.name, (0 if field.default == 0 else 1, math.inf))
-            object.__setattr__(config, field.name, count(name, value, least, most))
+            object.__setattr__(config, field.name, count(name, count(name, value, least), least, most))
         elif field.type in (float, float | None):
             positive = field.name not in ranges
             number = real(name, value, *ranges.get(field.name, ()), positive=positive)

@@ -41,7 +41,8 @@ class CacheConfig:
     cache_on_schedule: bool = False
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        # More than any server has, and lists of which a computer can hold.
+        check_numbers(self, block_size=(1, 10**9), num_blocks=(1, 10**7), num_host_blocks=(0, 10**7))
         if self.reservation is None:
             return
         if self.reservation not in RESERVATIONS:
@@ -77,7 +78,7 @@ class SchedulerConfig:
             that could need more than one step's token budget for it.
 
     Raises:
-        ValueError: A limit is below 1, or the preemption is unknown.
+        ValueError: A limit is out of range, or the preemption is unknown.
     """
 
     max_num_seqs: int = 8
@@ -88,7 +89,7 @@ class SchedulerConfig:
     chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_numbers(self, max_num_seqs=(1, 10**6), max_num_batched_tokens=(1, 10**9))
         if self.preemption not in PREEMPTIONS:
             raise ValueError(
                 f"SchedulerConfig: preemption is {self.preemption!r}; choose one of {PREEMPTIONS}"

@@ -432,6 +432,6 @@ def placement(device: str | None, dtype: str | None) -> dict[str, Any]:
             chosen["device"] = torch.zeros(1, device=device).device
         # What a device raises that is not there is up to its backend.
         except Exception as error:
-            reason = str(error).partition("\n")[0]
+            reason = re.split(r"\.\s|\n", str(error))[0]
             raise ValueError(f"device is {device!r}, which cannot be used ({reason}); choose cpu") from error
     return chosen

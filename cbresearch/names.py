@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import runpy
+import sys
 import traceback
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping
@@ -159,19 +160,26 @@ def check_option(name: str, value: Any, parameter: Parameter) -> None:
 def load(kind: str, name: str, base: type[T]) -> type[T]:
     """Run a Python file and return the class that it defines, by a name such as `mine.py:MyPolicy`.
 
-    Without a class, as in `mine.py:`, it is the only one that the file defines.
+    Without a class, as in `mine.py:`, it is the only one that the file defines. The file may import others
+    beside it.
 
     Raises:
         ValueError: There is no such file, it cannot be run, or it defines no such subclass of `base`.
     """
     given, _, defined = name.rpartition(":")
     path = os.path.expanduser(given)
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         raise ValueError(f"{kind} {name!r}: there is no file {given!r} in {Path.cwd()}; give its path")
+    folder = str(Path(path).resolve().parent)
+    # First, as for a script; then last, for what its hooks import, so that it hides no other module.
+    sys.path.insert(0, folder)
     try:
         module = runpy.run_path(path, run_name=path)
     except (Exception, SystemExit) as error:
         raise ValueError(f"{kind} {name!r} cannot be run: {described(error)}; correct the file") from error
+    finally:
+        sys.path.remove(folder)
+        sys.path += [folder] if folder not in sys.path else []
     classes = {key: it for key, it in module.items() if isinstance(it, type) and issubclass(it, base)}
     own = [key for key, it in classes.items() if it.__module__ == path]
     defined = own[0] if not defined and len(own) == 1 else defined

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
+from numbers import Real
 from typing import Any, Protocol
 
 from cbresearch import fast_forward as decode_runs
@@ -92,7 +93,7 @@ class Loop:
             ValueError: The executor says that it took no sensible time.
         """
         result = self.executor.execute(plan)
-        if not 0 <= result.duration < math.inf:
+        if not isinstance(result.duration, Real) or not 0 <= result.duration < math.inf:
             raise ValueError(
                 f"step {plan.step} took {result.duration} seconds; a cost is finite and not negative"
             )

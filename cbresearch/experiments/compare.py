@@ -131,10 +131,8 @@ class Comparison:
 
         rows = self.kpi(reporting)
         names = [f"{row.name} ({row.unit})" if row.unit else row.name for row in rows]
-        texts = [
-            [f"{value} (n={n})" if n else value for value, n in zip_longest(row.values, row.sizes)]
-            for row in rows
-        ]
+        pairs = (zip_longest(row.values, row.sizes) for row in rows)
+        texts = [[f"{value} (n={n})" if n else value for value, n in row] for row in pairs]
         return pd.DataFrame(texts, index=names, columns=list(self.traces))
 
     def prediction_frame(self) -> "pd.DataFrame":
@@ -250,14 +248,14 @@ def compare(
     limits = scheduler or SchedulerConfig()
     pool = cache if isinstance(cache, CacheConfig) else (cache or default_cache)(requests, limits, shape)
     facts: dict[str, object] = {"workload": label, "seed": seed}
-    ended: dict[str, Trace | Exception] = {}
+    ended: dict[str, Trace | BaseException] = {}
     if cost is not None:
         for policy in built:
             # Many steps are taken at once, so that the run is over before a bar is of use.
             with progress_bar(len(requests), policy.name, "request") as bar:
                 try:
                     ended[policy.name] = simulate(requests, policy, cost=cost, scheduler=limits, cache=pool)
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     ended[policy.name] = error
                 bar.update(len(requests))
         traces, failed = _sorted_out(ended)
@@ -376,9 +374,9 @@ def _show(bar: "tqdm[Any]", record: StepRecord) -> None:
     bar.set_postfix(running=record.num_running, waiting=record.num_waiting, refresh=False)
 
 
-def _take_turns(runs: Mapping[str, Run]) -> dict[str, Trace | Exception]:
+def _take_turns(runs: Mapping[str, Run]) -> dict[str, Trace | BaseException]:
     """Serve several runs, a step of one at a time; return the trace or the error of each in their order."""
-    ended: dict[str, Trace | Exception] = {}
+    ended: dict[str, Trace | BaseException] = {}
     steps = {name: run.steps() for name, run in runs.items()}
     num_rows: Counter[str] = Counter()
     while steps:
@@ -386,21 +384,23 @@ def _take_turns(runs: Mapping[str, Run]) -> dict[str, Trace | Exception]:
         name = min(steps, key=num_rows.__getitem__)
         try:
             num_rows[name] += next(steps[name])
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             ended[name] = runs[name].trace() if isinstance(error, StopIteration) else error
             del steps[name]
     return {name: ended[name] for name in runs}
 
 
-def _sorted_out(ended: Mapping[str, Trace | Exception]) -> tuple[dict[str, Trace], dict[str, str]]:
+def _sorted_out(ended: Mapping[str, Trace | BaseException]) -> tuple[dict[str, Trace], dict[str, str]]:
     """Return the traces of the policies, and what the others failed of; raise if all did."""
     traces = {name: one for name, one in ended.items() if isinstance(one, Trace)}
-    errors = {name: one for name, one in ended.items() if isinstance(one, Exception)}
-    for name, error in errors.items():
-        if not traces:
-            raise error
-        _LOG.warning("policy %r failed, and its run is left out: %s", name, described(error))
-    return traces, {name: described(error) for name, error in errors.items()}
+    errors = {name: one for name, one in ended.items() if isinstance(one, BaseException)}
+    failed = {name: described(error) for name, error in errors.items()}
+    for error in () if traces else errors.values():
+        error.add_note("; ".join(f"policy {name!r} failed: {reason}" for name, reason in failed.items()))
+        raise error
+    for name, reason in failed.items():
+        _LOG.warning("policy %r failed, and its run is left out: %s", name, reason)
+    return traces, failed
 
 
 def _made(what: str, make: Callable[[], Iterable[T]]) -> tuple[T, ...]:

@@ -131,7 +131,7 @@ def _run(function: Callable[..., Any], place: int, content: bytes) -> tuple[int,
         except OSError:
             # A full disk keeps a result from being kept, not from being computed.
             return place, getattr(function, "func", function)(*cloudpickle.loads(content)), None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return place, None, f"{type(error).__name__}: {error}"
 
 

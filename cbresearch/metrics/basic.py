@@ -1,5 +1,6 @@
 """The figures of a run: latencies, rates, rows, memory and tokens; see the package for what they share."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -313,8 +314,8 @@ def num_output_tokens(trace: Trace) -> int:
 
 
 def fraction(part: float | None, whole: float | None) -> float | None:
-    """Return a ratio, or None where a part of it is undefined or the whole is 0."""
-    return None if part is None or not whole else part / whole
+    """Return a ratio, or None where a part of it is undefined, the whole is 0, or no float is as large."""
+    return None if part is None or not whole or not math.isfinite(ratio := part / whole) else ratio
 
 
 def _total(trace: Trace, name: str) -> int:

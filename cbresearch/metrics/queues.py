@@ -41,7 +41,7 @@ def without_warm_up(trace: Trace, seconds: float) -> Trace:
     Raises:
         ValueError: `seconds` is not a finite number of 0 or more.
     """
-    return trace.between(seconds) if seconds else trace
+    return trace if seconds == 0 else trace.between(seconds)
 
 
 def _mean_number(trace: Trace, until: str) -> float | None:

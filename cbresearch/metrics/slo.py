@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from cbresearch.checks import real
-from cbresearch.metrics.basic import makespan
+from cbresearch.metrics.basic import fraction, makespan
 from cbresearch.trace import RequestRecord, Trace
 
 __all__ = ["Slo", "goodput", "slo_attainment"]
@@ -46,10 +46,11 @@ def slo_attainment(trace: Trace, slo: Slo) -> float | None:
     """Return the share of all requests that kept the SLO; rejected, failed and aborted ones did not.
 
     Source: DistServe, OSDI 2024, 2.2.
+
+    Raises:
+        TypeError: The SLO is something else.
     """
-    if not trace.requests:
-        return None
-    return sum(map(slo.is_met, trace.requests)) / len(trace.requests)
+    return fraction(_num_kept(trace, slo), len(trace.requests))
 
 
 def goodput(trace: Trace, slo: Slo) -> float | None:
@@ -57,6 +58,14 @@ def goodput(trace: Trace, slo: Slo) -> float | None:
 
     Source: as vLLM's `bench serve` defines it; DistServe's goodput is the largest rate with a wanted
     attainment (see `experiments.capacity`).
+
+    Raises:
+        TypeError: The SLO is something else.
     """
-    seconds = makespan(trace)
-    return sum(map(slo.is_met, trace.requests)) / seconds if seconds else None
+    return fraction(_num_kept(trace, slo), makespan(trace))
+
+
+def _num_kept(trace: Trace, slo: Slo) -> int:
+    if not isinstance(slo, Slo):
+        raise TypeError(f"slo is {slo!r}; give an Slo, such as Slo(ttft=1.0)")
+    return sum(map(slo.is_met, trace.requests))

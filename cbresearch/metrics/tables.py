@@ -1,5 +1,6 @@
 """The key figures of runs as one flat dict, and side by side as a table."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import NamedTuple
@@ -82,7 +83,8 @@ def summary(
         price = reporting.price_per_hour
         values["cost_per_million_output_tokens"] = cost.cost_per_million_tokens(trace, price)
         values["cost_per_million_total_tokens"] = cost.cost_per_million_total_tokens(trace, price)
-    return values
+    # JSON has no infinity: a mean of times near the largest float is undefined, and loses no other figure.
+    return {key: None if one is None or not math.isfinite(one) else one for key, one in values.items()}
 
 
 def _measured(trace: Trace) -> dict[str, float | int | None]:

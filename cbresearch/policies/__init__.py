@@ -98,7 +98,7 @@ def get(name: str | Policy) -> Policy:
     Raises:
         TypeError: It is neither a name nor a policy, such as a class that was not called.
         ValueError: The name or an option is unknown (near misses are suggested), missing, or of another type;
-            or there is no such file, or no such class in it.
+            or there is no such file, or no such class in it; or its constructor fails.
     """
     if isinstance(name, Policy):
         return name
@@ -106,7 +106,13 @@ def get(name: str | Policy) -> Policy:
         raise TypeError(f"the policy is {name!r}; give the name of one, or a policy built from its class")
     known, _ = names.parse(name)
     from_file = {known: names.load("policy", known, Policy)} if ".py:" in known else {}
-    built = names.build("policy", name, from_file or _REGISTRY)
+    try:
+        built = names.build("policy", name, from_file or _REGISTRY)
+    except (Exception, SystemExit) as error:
+        if isinstance(error, ValueError) and known in str(error):
+            raise
+        remedy = "give other options, or correct the class"
+        raise ValueError(f"policy {name!r} cannot be built: {names.described(error)}; {remedy}") from error
     # The options are part of a run's name.
     built.name = name
     return built

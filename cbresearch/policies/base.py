@@ -199,11 +199,11 @@ def ask(policy: Policy, hook: str, *values: Any) -> Any:
     """
     try:
         return getattr(policy, hook)(*values)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise failure(policy, hook, error) from error
 
 
-def failure(policy: Policy, hook: str, error: Exception, remedy: str = "") -> RuntimeError:
+def failure(policy: Policy, hook: str, error: BaseException, remedy: str = "") -> RuntimeError:
     """Return the error that says that a hook of a policy failed."""
     return RuntimeError(
         f"policy {policy.name!r}: its `{hook}` failed: {type(error).__name__}: {error}{remedy}"

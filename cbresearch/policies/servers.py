@@ -46,9 +46,9 @@ class Orca(Admitting):
 
 
 class VllmV0(Policy):
-    """Prompts before decodes, admitted above a watermark of free blocks; the latest admitted is preempted.
+    """Prompts before decodes, above a watermark of free blocks; decodes starve for as long as prompts come.
 
-    Decodes starve for as long as prompts come: each waits for every prompt that is admitted. No request joins
+    A decode waits for every prompt that is admitted. The latest admitted is preempted. No request joins
     while one is swapped out. A prompt longer than the token budget is cut, which vLLM v0 did
     not do unless asked; without `chunked_prefill` none is.
 

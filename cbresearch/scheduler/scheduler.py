@@ -237,7 +237,7 @@ class Scheduler:
                         f"policy {policy.name!r} proposed {state}; propose requests of the view only"
                     )
                 is_asking = True
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             if not is_asking:
                 raise
             remedy = "; it must yield pairs of a request of the view and a number of tokens"
@@ -526,7 +526,7 @@ class Scheduler:
                     return None
                 order.append(state)
                 view.token_budget -= 1
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise failure(self.policy, "propose", error) from error
         return order if order == self._running or set(order) == set(self._running) else None
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,7 +71,7 @@ class Trace:
         Raises:
             ValueError: `begin` is not a finite number of 0 or more, or `end` is before it.
         """
-        if not (0 <= begin <= end and begin < math.inf):
+        if not (isinstance(begin, Real) and isinstance(end, Real) and 0 <= begin <= end and begin < math.inf):
             raise ValueError(f"the window is {begin!r} to {end!r}; give seconds, 0 or more, the end last")
         whole, begin, end = self.whole or self, max(begin, self.begin), min(end, self.end)
         part = replace(whole, whole=whole, begin=float(begin), until=float(max(begin, end)))

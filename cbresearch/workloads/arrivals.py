@@ -248,7 +248,7 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
 
 def draw_times(arrivals: Arrivals, rng: Rng, num_requests: int) -> list[float]:
     """Draw arrival times and check them; raises ValueError with the first that is wrong."""
-    num_requests = count("the number of requests", num_requests, 0)
+    num_requests = count("the number of requests", num_requests, 0, 10**7)
     require(callable(arrivals), "arrivals", arrivals, "give an arrival process, such as Poisson(4.0)")
     return _checked_times(arrivals(rng, num_requests), num_requests)
 

@@ -128,9 +128,18 @@ def test_a_policy_that_fails_keeps_the_runs_of_the_others(arguments, capsys, cap
 
 
 def test_a_policy_that_fails_alone_is_named_with_its_line(arguments, capsys):
-    assert main([*arguments[:3], "--policy", "mine.py", *arguments[7:]]) == 2
+    assert main([*arguments[:3], "--policy", "mine.py", *arguments[7:]]) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "KeyError: 'lost'" in said and said.endswith("(mine.py, line 5)\n")
+    assert made() == []
+
+
+def test_policies_that_all_fail_are_each_named_in_one_line(arguments, capsys):
+    policies = ["--policy", "mine.py", "--policy", "mine.py:Fails"]
+    assert main([*arguments[:3], *policies, *arguments[7:]]) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.count("(mine.py, line 5)") == 2
+    assert "policy 'mine.py' failed" in said and "policy 'mine.py:Fails' failed" in said
     assert made() == []
 
 

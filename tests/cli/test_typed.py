@@ -91,10 +91,13 @@ def test_a_model_is_served_in_the_type_and_at_the_place_that_were_asked_for(home
     assert (environment["dtype"], environment["device"]) == ("torch.bfloat16", "cpu")
 
 
-def test_a_device_that_is_not_here_is_refused_with_the_reason(home, capsys):
+@pytest.mark.parametrize("device", ["xpu:99", "mps"])
+def test_a_device_that_is_not_here_is_refused_with_the_reason(home, capsys, device):
     line = ["compare", "--model", "tiny", "--workload", "w.jsonl", "--policy", "fcfs", "--output", "out"]
-    assert main([*line, "--device", "xpu:99"]) == 2
-    assert capsys.readouterr().err.startswith("error: device is 'xpu:99', which cannot be used (")
+    assert main([*line, "--device", device]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: device is '{device}', which cannot be used (")
+    assert said.endswith("); choose cpu\n") and said.count("\n") == 1 and len(said) < 200
 
 
 SMALL = costs.SHAPES["smollm2-135m"]

@@ -19,6 +19,8 @@ FILES = {
     "bad.jsonl": '{"prompt": 5}\nnonsense\n',
     "several.py": "from cbresearch.policies import Policy\nclass A(Policy): pass\nclass B(Policy): pass\n",
     "none.py": "NUMBER = 3\n",
+    "refuses.py": "from cbresearch.policies import Policy\nclass A(Policy):\n"
+    "    def __init__(self, x=1):\n        {1: exit, 2: int, 3: [].index}[x]('no')\n",
     "syntax.py": "x = 1\ndef f(:\n    pass\n",
     "raises.py": "import math\n\nmath.sqrt(-1)\n",
     "exits.py": "import sys\nsys.exit('go away')\n",
@@ -46,6 +48,13 @@ LINES = [
     ("simulate", {}, ["--max-num-batched-tokens", "-3"], ["max_num_batched_tokens is -3", "at least 1"]),
     ("simulate", {}, ["--block-size", "1.5"], ["--block-size", "'1.5'", "whole number"]),
     ("simulate", {}, ["--num-blocks", "0"], ["num_blocks is 0", "at least 1"]),
+    ("simulate", {}, ["--num-blocks", "1000000000"], ["num_blocks is 1000000000", "from 1 to 10000000"]),
+    ("simulate", {}, ["--host-blocks", "9" * 23], ["num_host_blocks is 999", "from 0 to 10000000"]),
+    ("simulate", {}, ["--max-num-seqs", "9" * 20], ["max_num_seqs is 999", "from 1 to 1000000"]),
+    ("simulate", {}, ["--max-num-batched-tokens", "9" * 20], ["max_num_batched_tokens is 999", "from 1 to"]),
+    ("simulate", {}, ["--block-size", "9" * 20], ["block_size is 999", "from 1 to"]),
+    ("simulate", {"--workload": "chat:n=99999999999"}, [], ["is 99999999999", "from 0 to 10000000"]),
+    ("simulate", {"--workload": "agents:n=99999999999"}, [], ["is 99999999999", "from 0 to 10000000"]),
     ("simulate", {}, ["--host-blocks", "-1"], ["num_host_blocks is -1", "at least 0"]),
     ("simulate", {}, ["--seed", "-1"], ["seed is -1", "at least 0"]),
     ("simulate", {}, ["--preemption", "forget"], ["'forget'", "recompute", "swap"]),
@@ -58,12 +67,19 @@ LINES = [
     ("simulate", {"--policy": "static:relase"}, [], ["'relase'", "'release'"]),
     ("simulate", {}, ["--policy", "fcfs"], ["'fcfs'", "twice"]),
     ("simulate", {"--policy": "no.py:Mine"}, [], ["no file 'no.py'", "give its path"]),
+    ("simulate", {"--policy": "x" * 300 + ".py:A"}, [], ["there is no file 'xxx", "give its path"]),
     ("simulate", {"--policy": "several.py"}, [], ["A, B", "several.py:A or several.py:B"]),
     ("simulate", {"--policy": "several.py:C"}, [], ["no Policy 'C'", "'A'"]),
     ("simulate", {"--policy": "none.py"}, [], ["defines no Policy", "derive a class"]),
     ("simulate", {"--policy": "syntax.py:A"}, [], ["SyntaxError", "syntax.py, line 2"]),
     ("simulate", {"--policy": "raises.py:A"}, [], ["ValueError: math domain error", "raises.py, line 3"]),
     ("simulate", {"--policy": "exits.py:A"}, [], ["SystemExit: go away", "exits.py, line 2"]),
+    ("simulate", {"--policy": "refuses.py:A"}, [], ["'refuses.py:A' cannot be built: SystemExit: no"]),
+    ("simulate", {"--policy": "refuses.py:A:x=2"}, [], ["'refuses.py:A:x=2'", "'no'", "refuses.py, line 4"]),
+    ("simulate", {"--policy": "refuses.py:A:x=4"}, [], ["'refuses.py:A:x=4'", "KeyError: 4", "line 4"]),
+    ("simulate", {"--output": "x" * 300}, [], ["--output 'xxx", "cannot be written (File name too long)"]),
+    ("simulate", {"--output": "new/" + "x" * 300}, [], ["(File name too long); name another folder"]),
+    ("compare", {}, ["--device", "cpu:9"], ["--device", "'cpu:9' is no device; give cpu, cuda"]),
     ("simulate", {"--workload": "chat42"}, [], ["'chat42'", "'chat24'"]),
     ("simulate", {"--workload": "~/no such.jsonl"}, [], ["'~/no such.jsonl'", "chat24"]),
     ("simulate", {"--workload": "."}, [], ["'.'", "name a file"]),
@@ -127,7 +143,7 @@ def test_a_wrong_command_line_is_answered_by_one_line_with_the_remedy(
     judge(folder, status, *capsys.readouterr(), parts)
 
 
-@pytest.mark.parametrize("place", [0, 9, 33, 46])
+@pytest.mark.parametrize("place", [0, 9, 40, 56])
 def test_a_wrong_command_line_is_answered_soon_by_a_new_process(folder, place):
     command, changes, more, parts = LINES[place]
     before = os.times().children_user

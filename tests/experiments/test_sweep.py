@@ -137,6 +137,14 @@ def test_a_bad_point_fails_alone_and_its_error_is_in_the_table():
     assert all(run.metrics == {} for run in result.failed)
 
 
+def test_a_draw_that_ends_the_process_fails_alone():
+    def leaves(rng):
+        sys.exit(5)
+
+    result = sweep([leaves, ten], ["fcfs"], seeds=[0])
+    assert [run.error for run in result.runs] == ["SystemExit: 5", None]
+
+
 def test_a_policy_that_cannot_be_sent_to_a_worker_fails_alone():
     policy = policies.get("sjf")
     policy.lock = threading.Lock()

@@ -1,5 +1,6 @@
 """SLOs, fairness, queues and intervals, against hand-counted records, closed forms and simulation."""
 
+import json
 import math
 from dataclasses import replace
 
@@ -204,6 +205,23 @@ def test_nothing_generated_has_no_cost_and_no_price_is_below_0():
             metrics.cost_per_million_tokens(NOTHING, price)
         with pytest.raises(ValueError, match=f"price_per_hour is {price}; it must be a finite number"):
             Reporting(price_per_hour=price)
+
+
+@pytest.mark.parametrize("metric", [metrics.slo_attainment, metrics.goodput])
+def test_a_promise_that_is_no_slo_is_refused(metric):
+    for trace, promise in ((run_of(3), (1, 2)), (NOTHING, None)):
+        with pytest.raises(TypeError, match=r"slo is .*; give an Slo, such as"):
+            metric(trace, promise)
+
+
+@pytest.mark.parametrize(("step_seconds", "price"), [(1.0, 1e308), (1e-310, 1.0), (1e306, 1.0)])
+def test_a_metric_beyond_the_largest_float_is_undefined_and_loses_no_other(step_seconds, price):
+    requests = [Request(str(n), 5, 4) for n in range(9)]
+    trace = simulate(requests, "fcfs", cost=lambda plan: step_seconds)
+    with np.errstate(over="ignore"):
+        values = metrics.summary(trace, reporting=Reporting(Slo(ttft=1.0), price))
+    assert None in values.values() and values["num_finished"] == 9
+    assert json.loads(json.dumps(values, allow_nan=False)) == values
 
 
 def test_the_table_has_rows_of_promise_and_cost_only_where_they_are_given():

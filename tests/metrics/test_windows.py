@@ -281,6 +281,11 @@ def test_a_window_without_steps_or_ends_has_no_figures_but_rates_of_nothing():
     for begin, end in ((-1.0, 2.0), (3.0, 2.0), (math.nan, 1.0), (0.0, math.nan), (math.inf, math.inf)):
         with pytest.raises(ValueError, match="the window is"):
             run.between(begin, end)
+    for odd in ("a", None, [], 1j):
+        with pytest.raises(ValueError, match=r"the window is .* to inf; give seconds"):
+            metrics.without_warm_up(run, odd)
+        with pytest.raises(ValueError, match=r"the window is 0\.0 to"):
+            run.between(0.0, odd)
 
 
 def test_the_run_of_a_window_is_planned_anew():

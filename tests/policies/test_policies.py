@@ -1,6 +1,7 @@
 """Each policy's rule on situations to follow by hand, the registry, and policies that misbehave."""
 
 import random
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -437,6 +438,30 @@ def test_get_builds_a_policy_of_a_file_with_options(own_policy):
     built = policies.get(f"{own_policy}:factor=0.5")
     assert (built.factor, built.name) == (0.5, f"{own_policy}:factor=0.5")
     assert own_policy not in policies.available()
+
+
+def test_the_file_of_a_policy_imports_files_beside_it_then_and_in_its_hooks(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", before := list(sys.path))
+    (tmp_path / "beside_first.py").write_text("from cbresearch.policies import Policy as Base\n")
+    (tmp_path / "beside_later.py").write_text("def order(view): return list(view.running)\n")
+    (tmp_path / "copy.py").write_text("raise ImportError('hides what others import')\n")
+    (tmp_path / "mine.py").write_text(
+        """
+from beside_first import Base
+
+
+class Mine(Base):
+    def propose(self, view):
+        from beside_later import order
+
+        assert order(view) == list(view.running)
+        return super().propose(view)
+"""
+    )
+    for _ in range(2):
+        trace = run([request("a", 1, 1), request("b", 3, 1)], f"{tmp_path / 'mine.py'}:Mine")
+        assert [len(record.tokens) for record in trace.requests] == [1, 1]
+    assert sys.path.count(str(tmp_path)) == 1 and sys.path[-1] == str(tmp_path) and before is sys.path
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,10 @@ def fail(*arguments):
     raise KeyError("mistake")
 
 
+def leave(*arguments):
+    raise SystemExit(7)
+
+
 def failing_generator(self, view):
     for place, proposal in enumerate(Policy.propose(self, view)):
         if place == 2:
@@ -96,6 +100,10 @@ def of_running(value):
                 None,
                 np.float32(2),
             )
+        ),
+        *(
+            ({hook: leave}, f"`{hook}` failed: SystemExit: 7")
+            for hook in ("begin", "propose", "victim", "served")
         ),
         ({"begin": fail}, "`begin` failed: KeyError: 'mistake'"),
         ({"wakes": fail}, "`wakes` failed: KeyError: 'mistake'"),

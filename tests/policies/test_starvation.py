@@ -49,6 +49,8 @@ def test_aging_turns_and_fair_shares_bound_the_wait_whatever_else_comes(policy):
 @pytest.mark.parametrize("policy", ["prefill_first", "vllm_v0"])
 def test_prompts_before_decodes_let_a_decode_wait_for_as_long_as_prompts_come(policy):
     assert [longest_pause(policy, number) for number in (20, 40)] == [20.0, 40.0]
+    # The rule of the table says so by itself.
+    assert "decodes starve for as long as prompts come" in policies.table()[policy].rule
 
 
 @pytest.mark.parametrize("policy", policies.available())

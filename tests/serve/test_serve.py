@@ -206,7 +206,7 @@ def test_an_executor_that_fails_stops_the_run_with_its_own_error():
         run([Request("a", 1, 5)], executor=Broken(UNIT_STEP))
 
 
-@pytest.mark.parametrize("duration", [math.nan, -1.0, -1e-9, math.inf])
+@pytest.mark.parametrize("duration", [math.nan, -1.0, -1e-9, math.inf, None, "soon", [1.0], 1j])
 def test_a_step_that_takes_no_real_time_stops_the_run_and_names_the_step(duration):
     cost = CostExecutor(lambda plan: duration if plan.step == 1 else 1.0)
     with pytest.raises(ValueError, match=f"step 1.*{duration}"):
