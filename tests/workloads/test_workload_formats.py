@@ -4,7 +4,9 @@ import bz2
 import gzip
 import json
 import lzma
+import pickle
 from decimal import Decimal
+from functools import reduce
 
 import pytest
 from helpers.drawing import rng
@@ -297,12 +299,18 @@ def test_packed_file_is_known_by_its_bytes_whatever_its_name(tmp_path, module, n
         read(tmp_path, module.compress(bytes(range(256)) * 9)[:-12], name)
 
 
+@pytest.mark.parametrize("module", [gzip, bz2, lzma])
+def test_file_that_is_packed_twice_is_read(tmp_path, module):
+    assert read(tmp_path, gzip.compress(module.compress(LINE.encode()))) == [Request("0", 4, 3)]
+
+
 NO_TEXTS = {
     "utf-16": (LINE.encode("utf-16"), "text in UTF-16; save it in UTF-8"),
     "utf-16 big end": (b"\xfe\xff" + AZURE.encode("utf-16-be"), "text in UTF-16; save it in UTF-8"),
     "utf-16 without a mark": (AZURE.encode("utf-16-le"), "text in UTF-16, or binary; save it as text"),
     "utf-16 behind a NUL": (LINE.encode("utf-16-be"), "text in UTF-16, or binary; save it as text"),
-    "utf-32": (LINE.encode("utf-32"), "text in UTF-16"),
+    "utf-32": (LINE.encode("utf-32"), "text in UTF-32; save it in UTF-8"),
+    "utf-32 big end": (b"\0\0\xfe\xff" + LINE.encode("utf-32-be"), "text in UTF-32; save it in UTF-8"),
     "web page": ("\n<!DOCTYPE html>\n<html>", "a web page; download the file itself, on GitHub behind"),
     "page without a type": ("<HTML><head>", "a web page"),
     "lfs": (
@@ -316,6 +324,16 @@ NO_TEXTS = {
     "zip": (b"PK\x03\x04\x14\x00", "a ZIP archive or a workbook; unpack it"),
     "zstd": (b"(\xb5/\xfd\x04\x00", "packed by zstd; unpack it with unzstd"),
     "packed page": (gzip.compress(b"<html>"), "a web page"),
+    "page packed twice": (gzip.compress(bz2.compress(b"<html>")), "a web page"),
+    "packed five times": (reduce(lambda it, _: gzip.compress(it), range(5), b"{}"), "no text, but"),
+    "png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\n{}", "no text, but an image, an archive or the like; save"),
+    "jpeg": (b"\xff\xd8\xff\xe0\0\x10JFIF", "no text, but"),
+    "gif": (b"GIF89a\x80\x02\xe0\x01\xf7\0\0", "no text, but"),
+    "pickle": (pickle.dumps([{"prompt": 4, "max_tokens": 3}]), "no text, but"),
+    "numpy": (b"\x93NUMPY\x01\0v\0{'descr': '<i8'}\n{", "no text, but"),
+    "xls": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(16), "no text, but"),
+    "tar": (b"trace.jsonl" + bytes(89) + b"0000644\0" + bytes(404) + LINE.encode() + b"\n", "no text, but"),
+    "sqlite": (b"SQLite format 3\0\x10\0\x01\x01\0@  " + bytes(60), "no text, but"),
 }
 
 
@@ -385,6 +403,7 @@ def test_times_that_count_from_the_start_keep_their_unit():
     # Two clocks in one file.
     assert str(relative_seconds([0, EPOCH])) == "[0.0, nan]"
     assert relative_seconds([]) == []
+    assert relative_seconds(["0e30", 2]) == [0.0, 2.0]
 
 
 @pytest.mark.parametrize(
