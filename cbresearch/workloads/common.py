@@ -16,7 +16,8 @@ from cbresearch.request import Rejected, Request
 Rng = np.random.Generator
 
 _STAMP = re.compile(
-    r"((?:199|20\d)\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(?: ?(Z|[+-]\d\d(?::?\d\d)?))?", re.ASCII
+    r"((?:199|20\d)\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(?: *(?:Z|UTC|GMT|([+-]\d\d(?::?\d\d)?)))?",
+    re.ASCII | re.IGNORECASE,
 )
 
 Requests = Sequence[Request | Rejected]

@@ -218,8 +218,8 @@ def records_of(content: bytes) -> Iterator[tuple[int, Any]]:
         yield number, ValueError("the array has no end")
 
 
-def workload_request(fields: Fields, position: str) -> Request:
-    """Return the request of a workload file's line; raises ValueError."""
+def workload_request(fields: Fields, position: str, kind: str = "workload") -> Request:
+    """Return the request of the keys of a workload file; raises ValueError, with an example of the kind."""
     for key, value in fields.items():
         if isinstance(value, ValueError):
             raise value
@@ -228,7 +228,7 @@ def workload_request(fields: Fields, position: str) -> Request:
     given = {"id": position} | {key: value for key, value in fields.items() if value is not None}
     for key in ("prompt", "max_tokens"):
         if key not in given:
-            raise ValueError(f"{key} is missing; a line needs both, such as {EXAMPLES['workload']}")
+            raise ValueError(f"{key} is missing; a line needs both, such as {EXAMPLES[kind]}")
     if isinstance(given["prompt"], str):
         text("prompt", given["prompt"])
     sampling = SamplingParams(**{key: given.pop(key) for key in _SAMPLING_KEYS if key in given})
@@ -279,7 +279,7 @@ def openai_request(fields: Fields, position: str) -> Request:
             made["prompt"] = "\n\n".join(part if isinstance(part, str) else part["text"] for part in parts)
         except (KeyError, TypeError):
             raise ValueError(f"messages is {messages!r}; only text is read, as content") from None
-    return workload_request({"id": fields.get("custom_id")} | made, position)
+    return workload_request({"id": fields.get("custom_id")} | made, position, "openai_batch")
 
 
 def _recorded_request(kind: str, tokens_per_id: int, fields: Fields, position: str) -> Request:
@@ -287,6 +287,9 @@ def _recorded_request(kind: str, tokens_per_id: int, fields: Fields, position: s
     time, prompt_name, output_name, unit, _, block = LAYOUTS[kind]
     if math.isnan(arrival := fields["arrival"]):
         raise ValueError(f"{time} is {fields.get(str(time))!r}; write {unit}")
+    for key in (prompt_name, output_name):
+        if isinstance(number := fields.get(key), _Number) and number.is_integer():
+            fields[key] = int(number)
     length, output = (count(key, fields.get(key)) for key in (prompt_name, output_name))
     prompt: Prompt = length
     if block:

@@ -87,6 +87,18 @@ def test_qwen_trace_rejects_a_bad_line_and_keeps_the_others(tmp_path, spoilt, sa
     assert rejected.error.startswith(f"line 2: {said}")
 
 
+@pytest.mark.parametrize("fields", [MOONCAKE, QWEN], ids=["mooncake", "qwen"])
+def test_json_trace_takes_a_whole_number_of_tokens_however_it_is_written(tmp_path, fields):
+    content = lines(fields | {"input_length": "IN", "output_length": 44.0})
+    requests = [
+        request
+        for length in ("33.0", "3.3e1", "33.5")
+        for request in read(tmp_path, content.replace('"IN"', length).replace("[0, 1]", "[0]"))
+    ]
+    assert [(request.num_prompt_tokens, request.max_tokens) for request in requests[:2]] == [(33, 44)] * 2
+    assert "input_length is 33.5; it must be an integer" in requests[2].error
+
+
 def test_qwen_id_stands_for_16_tokens_at_most(tmp_path):
     with pytest.raises(ValueError, match="tokens_per_id is 17; it must be an integer from 1 to 16"):
         read(tmp_path, lines(QWEN), tokens_per_id=17)
@@ -171,7 +183,10 @@ def test_openai_batch_file_gives_texts_lengths_and_sampling_parameters(tmp_path)
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"messages": [{"role": "user", "content": "Hi"}]}, "max_tokens is missing"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}]},
+            f"max_tokens is missing; a line needs both, such as {EXAMPLES['openai_batch']}",
+        ),
         ({"max_tokens": 3}, "prompt is missing"),
         ({"messages": [], "max_tokens": 3}, "the prompt is empty"),
         ({"messages": [{"role": "assistant", "content": None}], "max_tokens": 3}, "only text is read"),
