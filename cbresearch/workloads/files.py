@@ -34,7 +34,7 @@ _NO_TEXT = {
 # What a packed file begins with, and the module that unpacks it.
 _PACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
 
-# A text has no such byte near its start, and nowhere so many of 0.
+# A text has no such byte near its start, and not so many of 0 in its first line.
 _BINARY = re.compile(rb"\A.{0,11}[\0-\x08\x0e-\x1a\x1c-\x1f]|\A[\x80-\xc1\xf5-\xff]|\0{4}", re.DOTALL)
 
 # Which kinds an option is for.
@@ -183,7 +183,7 @@ def read_trace(
     (`ignore_eos`). Of the CSV files, arrivals count from the earliest row, and two repairs are counted: rows
     out of order are sorted by arrival, and failed requests are left out.
 
-    No digit of a trace's times is lost. Where the earliest is 10^9 or more, they count from 1970, in seconds,
+    No digit of a file's times is lost. Where the earliest arrival is 10^9 or more, they count from 1970, in seconds,
     milliseconds, microseconds or nanoseconds, as the number of digits tells; arrivals then begin at 0.
 
     A whole Mooncake trace of long prompts takes gigabytes, 8 bytes a token. `tokens_per_id=1` turns each id
@@ -308,7 +308,7 @@ def _content(name: str) -> bytes:
     first = content.partition(b"\n")[0].rstrip(b"\r")
     said = [said for start, said in _NO_TEXT.items() if content.lstrip().startswith(start)]
     said += ["text in UTF-16, or binary; save it as text in UTF-8"] * (b"\0" in content[:2])
-    if _BINARY.search(content, 0, 1024):
+    if _BINARY.search(first, 0, 1024):
         said.append("no text, but an image, an archive or the like; save what it holds as text in UTF-8")
     said += ["text with line ends of CR alone; save it with those of LF"] * (b"\r" in first)
     if said:

@@ -362,6 +362,11 @@ def test_file_that_is_no_text_is_refused_in_one_line_with_the_remedy(tmp_path, n
     assert "\n" not in str(caught.value)
 
 
+def test_file_that_ends_in_zeros_keeps_its_lines(tmp_path):
+    kept, rejected = read(tmp_path, LINE.encode() + b"\n" + bytes(600))
+    assert (kept.prompt, type(rejected)) == (4, Rejected)
+
+
 @pytest.mark.parametrize(
     "content", ["Tell me a joke\nAnother", "prompt: x\nmax_tokens: 3\n", "a,b\n1,2", "%PDF-1.7"]
 )
