@@ -441,6 +441,8 @@ def _checked_prompt(request: str, prompt: Any) -> Prompt:
         length = len(prompt) if isinstance(prompt, str) else int(prompt)
         if length < 1:
             raise ValueError(f"{request}: the prompt is {prompt!r}; give at least one token")
+        if isinstance(prompt, str):
+            text(f"{request}: the prompt", prompt)
         return prompt if isinstance(prompt, str) else length
     remedy = "give text, a list of token ids, or a length"
     token_ids = _checked_token_ids(f"{request}: the prompt", prompt, remedy, is_ordered=True)

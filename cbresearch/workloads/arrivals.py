@@ -191,6 +191,7 @@ def scale_rate(requests: Requests, factor: float) -> list[Request | Rejected]:
         factor: 2 is twice as fast.
 
     Raises:
+        TypeError: An entry is no request, or the workload no list of them.
         ValueError: The factor is not a positive number.
     """
     factor = real("factor", factor, positive=True)
@@ -208,6 +209,7 @@ def merge(*workloads: Requests) -> list[Request | Rejected]:
     """Return the requests of several workloads in order of arrival; equal times keep the order given.
 
     Raises:
+        TypeError: An entry is no request, or the workload no list of them.
         ValueError: Two requests have one id; name a `client` for each in `make_requests`.
     """
     together = [request for workload in workloads for request in listed(workload)]
@@ -231,6 +233,7 @@ def spread_arrivals(requests: Requests, rng: Rng, tick: float) -> list[Request |
         tick: Seconds to which the times were rounded.
 
     Raises:
+        TypeError: An entry is no request, or the workload no list of them.
         ValueError: `tick` is not a positive number, or the arrivals are not in order.
     """
     tick = real("tick", tick, positive=True, unit="seconds")

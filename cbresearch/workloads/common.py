@@ -16,7 +16,8 @@ from cbresearch.request import Rejected, Request
 Rng = np.random.Generator
 
 _STAMP = re.compile(
-    r"((?:199|20\d)\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(?: ?(Z|[+-]\d\d(?::?\d\d)?))?", re.ASCII
+    r"((?:199|20\d)\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d{1,9})?(?: *(?:Z|UTC|GMT|([+-]\d\d(?::?\d\d)?)))?",
+    re.ASCII | re.IGNORECASE,
 )
 
 Requests = Sequence[Request | Rejected]
@@ -56,7 +57,9 @@ def numbered_lines(content: bytes) -> list[tuple[int, bytes]]:
     return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
-def relative_seconds(times: Iterable[object], power: int = 0, *, since_first: bool = True) -> list[float]:
+def relative_seconds(
+    times: Iterable[object], power: int = 0, *, since_first: bool = True, num_arrivals: int | None = None
+) -> list[float]:
     """Return times in seconds, without the loss of a digit of theirs.
 
     Where the earliest number is 10^9 or more, all count from 1970, in seconds, milliseconds, microseconds or
@@ -66,17 +69,18 @@ def relative_seconds(times: Iterable[object], power: int = 0, *, since_first: bo
         times: Numbers, or their texts, or stamps of a date and a time.
         power: A second has 10^power of their units, where they do not count from 1970.
         since_first: Whether 0 is the earliest even so.
+        num_arrivals: So many of the first times tell the clock and the earliest, for the others too.
 
     Returns:
         The seconds; NaN for what is no number from 0 on, or lies 10^9 seconds (32 years) behind the earliest.
     """
     exact, powers = list(map(_exact, times)), [power] * 20
-    if min(filter(Decimal.is_finite, exact), default=0) >= 10**9:
+    if min(filter(Decimal.is_finite, exact[:num_arrivals]), default=0) >= 10**9:
         # 10 or 11 digits are seconds, 12 to 14 milliseconds.
         powers, since_first = [max(0, (place - 8) // 3 * 3) for place in range(20)], True
     scales = [Decimal(1).scaleb(-power) for power in powers]
     exact = [time * scales[max(0, time.adjusted())] for time in exact]
-    first = min(filter(Decimal.is_finite, exact), default=Decimal()) if since_first else Decimal()
+    first = min(filter(Decimal.is_finite, exact[: num_arrivals if since_first else 0]), default=Decimal())
     seconds = [float(time - first) for time in exact]
     return [time if time < 1e9 else math.nan for time in seconds]
 
@@ -88,7 +92,8 @@ def _exact(time: object) -> Decimal:
         if stamp := _STAMP.fullmatch(text):
             seconds = datetime.fromisoformat(f"{stamp[1]}{stamp[3] or 'Z'}").timestamp()
             text = f"{seconds:.0f}{stamp[2] or ''}e9"
-        number = Decimal(text if text.isascii() and "_" not in text else "nan")
+        # Added to 0, a zero such as 0e30 has one digit.
+        number = Decimal(text if text.isascii() and "_" not in text else "nan") + 0
         return number if 0 <= number < 10**20 else Decimal("nan")
     except (ArithmeticError, ValueError):
         return Decimal("nan")

@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -20,12 +22,20 @@ from cbresearch.workloads.presets import PRESETS
 _NO_TEXT = {
     b"version https://git-lfs": "a Git LFS pointer; run git lfs pull, or download the file itself",
     b"<": "a web page; download the file itself, on GitHub behind the button Raw",
+    b"\xff\xfe\0\0": "text in UTF-32; save it in UTF-8",
+    b"\0\0\xfe\xff": "text in UTF-32; save it in UTF-8",
     b"\xff\xfe": "text in UTF-16; save it in UTF-8",
     b"\xfe\xff": "text in UTF-16; save it in UTF-8",
     b"PAR1": "a Parquet file; write it as CSV, by pandas.read_parquet and to_csv",
     b"PK\x03\x04": "a ZIP archive or a workbook; unpack it, or save it as CSV",
     b"(\xb5/\xfd": "packed by zstd; unpack it with unzstd",
 }
+
+# What a packed file begins with, and the module that unpacks it.
+_PACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
+
+# A text has no such byte near its start, and not so many of 0 in its first line.
+_BINARY = re.compile(rb"\A.{0,11}[\0-\x08\x0e-\x1a\x1c-\x1f]|\A[\x80-\xc1\xf5-\xff]|\0{4}", re.DOTALL)
 
 # Which kinds an option is for.
 _KINDS = {
@@ -173,7 +183,7 @@ def read_trace(
     (`ignore_eos`). Of the CSV files, arrivals count from the earliest row, and two repairs are counted: rows
     out of order are sorted by arrival, and failed requests are left out.
 
-    No digit of a trace's times is lost. Where the earliest is 10^9 or more, they count from 1970, in seconds,
+    No digit of a file's times is lost. Where the earliest arrival is 10^9 or more, they count from 1970, in seconds,
     milliseconds, microseconds or nanoseconds, as the number of digits tells; arrivals then begin at 0.
 
     A whole Mooncake trace of long prompts takes gigabytes, 8 bytes a token. `tokens_per_id=1` turns each id
@@ -286,19 +296,11 @@ def _content(name: str) -> bytes:
     except OSError as error:
         raise ValueError(f"workload {name!r} cannot be read: {error.strerror}; name a file") from error
     try:
-        # Imported where they are needed: some builds of Python lack one.
-        if content.startswith(b"\x1f\x8b"):
-            import gzip
-
-            content = gzip.decompress(content)
-        elif content.startswith(b"BZh"):
-            import bz2
-
-            content = bz2.decompress(content)
-        elif content.startswith(b"\xfd7zXZ\x00"):
-            import lzma
-
-            content = lzma.decompress(content)
+        # Packed twice, some files are named as if packed once.
+        for start, module in [*_PACKERS.items()] * 3:
+            if content.startswith(start):
+                # Imported where it is needed: some builds of Python lack one.
+                content = import_module(module).decompress(content)
     # What an unpacker raises is up to it; whatever it is, the remedy is the same.
     except Exception as error:
         remedy = "the file was cut or spoilt, fetch it again"
@@ -306,6 +308,8 @@ def _content(name: str) -> bytes:
     first = content.partition(b"\n")[0].rstrip(b"\r")
     said = [said for start, said in _NO_TEXT.items() if content.lstrip().startswith(start)]
     said += ["text in UTF-16, or binary; save it as text in UTF-8"] * (b"\0" in content[:2])
+    if _BINARY.search(first, 0, 1024):
+        said.append("no text, but an image, an archive or the like; save what it holds as text in UTF-8")
     said += ["text with line ends of CR alone; save it with those of LF"] * (b"\r" in first)
     if said:
         raise ValueError(f"workload {name!r} is {said[0]}")

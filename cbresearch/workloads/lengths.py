@@ -353,7 +353,12 @@ class Joint:
 
     @classmethod
     def of(cls, requests: Iterable[Request | Rejected]) -> "Joint":
-        """Return the pairs of a trace's requests, rejected ones left out."""
+        """Return the pairs of a trace's requests, rejected ones left out.
+
+        Raises:
+            TypeError: An entry is no request, or the workload no list of them.
+            ValueError: No request is left, or a prompt is text.
+        """
         known = [request for request in listed(requests) if isinstance(request, Request)]
         return cls(tuple(request.num_prompt_tokens for request in known), tuple(map(true_length, known)))
 

@@ -106,6 +106,7 @@ def predict(requests: Requests, predictor: str | Predictor, rng: Rng) -> list[Re
         rng: The random generator.
 
     Raises:
+        TypeError: An entry is no request, or the workload no list of them.
         ValueError: The name or an option is unknown, missing or out of range.
     """
     chosen = names.build("predictor", predictor, PREDICTORS) if isinstance(predictor, str) else predictor

@@ -161,6 +161,8 @@ def read(
             fields["id"], fields["arrival"] = position, arrival
         num_tokens = block if tokens_per_id is None else tokens_per_id
         build = partial(_recorded_request, kind, count("tokens_per_id", num_tokens, min(1, block), block))
+    elif kind == "workload":
+        _count_from_first_arrival([fields for _, _, fields in records if isinstance(fields, dict)])
     requests: list[Request | Rejected] = []
     taken: dict[str, tuple[int, str]] = {}
     for position, number, value in records:
@@ -216,19 +218,33 @@ def records_of(content: bytes) -> Iterator[tuple[int, Any]]:
         yield number, ValueError("the array has no end")
 
 
-def workload_request(fields: Fields, position: str) -> Request:
-    """Return the request of a workload file's line; raises ValueError."""
-    for key in fields:
+def workload_request(fields: Fields, position: str, kind: str = "workload") -> Request:
+    """Return the request of the keys of a workload file; raises ValueError, with an example of the kind."""
+    for key, value in fields.items():
+        if isinstance(value, ValueError):
+            raise value
         if key not in _REQUEST_KEYS and key not in _SAMPLING_KEYS:
             raise ValueError(f"unknown key {key!r}; {suggestion(key, _REQUEST_KEYS + _SAMPLING_KEYS)}")
     given = {"id": position} | {key: value for key, value in fields.items() if value is not None}
     for key in ("prompt", "max_tokens"):
         if key not in given:
-            raise ValueError(f"{key} is missing; a line needs both, such as {EXAMPLES['workload']}")
+            raise ValueError(f"{key} is missing; a line needs both, such as {EXAMPLES[kind]}")
     if isinstance(given["prompt"], str):
         text("prompt", given["prompt"])
     sampling = SamplingParams(**{key: given.pop(key) for key in _SAMPLING_KEYS if key in given})
     return Request(sampling=sampling, **given)
+
+
+def _count_from_first_arrival(objects: list[Fields]) -> None:
+    """Put seconds by the arrivals' clock into the place of all times, and an error where there are none."""
+    keys = [(fields, key) for key in ("arrival", "deadline") for fields in objects]
+    times = [fields[key] if type(fields.get(key)) in (int, _Number) else math.nan for fields, key in keys]
+    seconds = relative_seconds(times, since_first=False, num_arrivals=len(objects))
+    for (fields, key), time, second in zip(keys, times, seconds, strict=True):
+        if 0 <= time < math.inf:
+            what = "before the arrival" if second < 0 else "by another clock than the first arrival"
+            error = ValueError(f"{key} is {time!r}, {what}; count all times since the start of the run")
+            fields[key] = second if second >= 0 else error
 
 
 def sharegpt_request(fields: Fields, position: str) -> Request:
@@ -263,7 +279,7 @@ def openai_request(fields: Fields, position: str) -> Request:
             made["prompt"] = "\n\n".join(part if isinstance(part, str) else part["text"] for part in parts)
         except (KeyError, TypeError):
             raise ValueError(f"messages is {messages!r}; only text is read, as content") from None
-    return workload_request({"id": fields.get("custom_id")} | made, position)
+    return workload_request({"id": fields.get("custom_id")} | made, position, "openai_batch")
 
 
 def _recorded_request(kind: str, tokens_per_id: int, fields: Fields, position: str) -> Request:
@@ -271,6 +287,9 @@ def _recorded_request(kind: str, tokens_per_id: int, fields: Fields, position: s
     time, prompt_name, output_name, unit, _, block = LAYOUTS[kind]
     if math.isnan(arrival := fields["arrival"]):
         raise ValueError(f"{time} is {fields.get(str(time))!r}; write {unit}")
+    for key in (prompt_name, output_name):
+        if isinstance(number := fields.get(key), _Number) and number.is_integer():
+            fields[key] = int(number)
     length, output = (count(key, fields.get(key)) for key in (prompt_name, output_name))
     prompt: Prompt = length
     if block:
@@ -310,8 +329,7 @@ def _rejection(fields: Fields, position: str, error: str, before: float) -> Reje
     if not isinstance(name, str) or not name or name.encode(errors="ignore").decode() != name:
         name = position
     time: Any = fields.get("arrival")
-    is_time = isinstance(time, int | float) and not isinstance(time, bool) and 0 <= time < math.inf
-    return Rejected(name, error, float(time) if is_time else before)
+    return Rejected(name, error, float(time) if isinstance(time, float) and 0 <= time < math.inf else before)
 
 
 # CSV files.

@@ -121,6 +121,7 @@ def resolve_prompts(
         The requests in their order, with a `Rejected` in the place of each that cannot be resolved.
 
     Raises:
+        TypeError: An entry is no request, or the workload no list of them.
         ValueError: `vocab_size` is below 1.
     """
     vocab_size = None if vocab_size is None else count("vocab_size", vocab_size)

@@ -300,6 +300,7 @@ def test_expand_keeps_the_order_and_requests_for_one_answer():
         ({"client": 3}, "client is 3; it must be a text"),
         ({"client": "c\ud800"}, r"client has '\\ud800', half a surrogate pair; write the whole character"),
         ({"id": "a\udc00"}, r"id has '\\udc00', half a surrogate pair"),
+        ({"prompt": "a\ud800"}, r"the prompt has '\\ud800', half a surrogate pair; write the whole"),
         ({"cache_salt": 5}, "cache_salt is 5; it must be a text"),
         ({"cache_salt": "\udfff"}, "cache_salt has .* half a surrogate pair"),
         ({"group": ("g",)}, r"group is \('g',\); it must be a text"),

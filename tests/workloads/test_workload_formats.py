@@ -4,7 +4,9 @@ import bz2
 import gzip
 import json
 import lzma
+import pickle
 from decimal import Decimal
+from functools import reduce
 
 import pytest
 from helpers.drawing import rng
@@ -83,6 +85,18 @@ def test_qwen_trace_rejects_a_bad_line_and_keeps_the_others(tmp_path, spoilt, sa
     before, rejected, after = read(tmp_path, lines(QWEN, QWEN | spoilt, QWEN))
     assert (before.id, after.id) == ("0", "2")
     assert rejected.error.startswith(f"line 2: {said}")
+
+
+@pytest.mark.parametrize("fields", [MOONCAKE, QWEN], ids=["mooncake", "qwen"])
+def test_json_trace_takes_a_whole_number_of_tokens_however_it_is_written(tmp_path, fields):
+    content = lines(fields | {"input_length": "IN", "output_length": 44.0})
+    requests = [
+        request
+        for length in ("33.0", "3.3e1", "33.5")
+        for request in read(tmp_path, content.replace('"IN"', length).replace("[0, 1]", "[0]"))
+    ]
+    assert [(request.num_prompt_tokens, request.max_tokens) for request in requests[:2]] == [(33, 44)] * 2
+    assert "input_length is 33.5; it must be an integer" in requests[2].error
 
 
 def test_qwen_id_stands_for_16_tokens_at_most(tmp_path):
@@ -169,7 +183,10 @@ def test_openai_batch_file_gives_texts_lengths_and_sampling_parameters(tmp_path)
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ({"messages": [{"role": "user", "content": "Hi"}]}, "max_tokens is missing"),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}]},
+            f"max_tokens is missing; a line needs both, such as {EXAMPLES['openai_batch']}",
+        ),
         ({"max_tokens": 3}, "prompt is missing"),
         ({"messages": [], "max_tokens": 3}, "the prompt is empty"),
         ({"messages": [{"role": "assistant", "content": None}], "max_tokens": 3}, "only text is read"),
@@ -297,12 +314,18 @@ def test_packed_file_is_known_by_its_bytes_whatever_its_name(tmp_path, module, n
         read(tmp_path, module.compress(bytes(range(256)) * 9)[:-12], name)
 
 
+@pytest.mark.parametrize("module", [gzip, bz2, lzma])
+def test_file_that_is_packed_twice_is_read(tmp_path, module):
+    assert read(tmp_path, gzip.compress(module.compress(LINE.encode()))) == [Request("0", 4, 3)]
+
+
 NO_TEXTS = {
     "utf-16": (LINE.encode("utf-16"), "text in UTF-16; save it in UTF-8"),
     "utf-16 big end": (b"\xfe\xff" + AZURE.encode("utf-16-be"), "text in UTF-16; save it in UTF-8"),
     "utf-16 without a mark": (AZURE.encode("utf-16-le"), "text in UTF-16, or binary; save it as text"),
     "utf-16 behind a NUL": (LINE.encode("utf-16-be"), "text in UTF-16, or binary; save it as text"),
-    "utf-32": (LINE.encode("utf-32"), "text in UTF-16"),
+    "utf-32": (LINE.encode("utf-32"), "text in UTF-32; save it in UTF-8"),
+    "utf-32 big end": (b"\0\0\xfe\xff" + LINE.encode("utf-32-be"), "text in UTF-32; save it in UTF-8"),
     "web page": ("\n<!DOCTYPE html>\n<html>", "a web page; download the file itself, on GitHub behind"),
     "page without a type": ("<HTML><head>", "a web page"),
     "lfs": (
@@ -316,6 +339,16 @@ NO_TEXTS = {
     "zip": (b"PK\x03\x04\x14\x00", "a ZIP archive or a workbook; unpack it"),
     "zstd": (b"(\xb5/\xfd\x04\x00", "packed by zstd; unpack it with unzstd"),
     "packed page": (gzip.compress(b"<html>"), "a web page"),
+    "page packed twice": (gzip.compress(bz2.compress(b"<html>")), "a web page"),
+    "packed five times": (reduce(lambda it, _: gzip.compress(it), range(5), b"{}"), "no text, but"),
+    "png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\n{}", "no text, but an image, an archive or the like; save"),
+    "jpeg": (b"\xff\xd8\xff\xe0\0\x10JFIF", "no text, but"),
+    "gif": (b"GIF89a\x80\x02\xe0\x01\xf7\0\0", "no text, but"),
+    "pickle": (pickle.dumps([{"prompt": 4, "max_tokens": 3}]), "no text, but"),
+    "numpy": (b"\x93NUMPY\x01\0v\0{'descr': '<i8'}\n{", "no text, but"),
+    "xls": (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(16), "no text, but"),
+    "tar": (b"trace.jsonl" + bytes(89) + b"0000644\0" + bytes(404) + LINE.encode() + b"\n", "no text, but"),
+    "sqlite": (b"SQLite format 3\0\x10\0\x01\x01\0@  " + bytes(60), "no text, but"),
 }
 
 
@@ -327,6 +360,11 @@ def test_file_that_is_no_text_is_refused_in_one_line_with_the_remedy(tmp_path, n
         read(tmp_path, content, f"file{ending}")
     assert f"file{ending}' is {said}" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_file_that_ends_in_zeros_keeps_its_lines(tmp_path):
+    kept, rejected = read(tmp_path, LINE.encode() + b"\n" + bytes(600))
+    assert (kept.prompt, type(rejected)) == (4, Rejected)
 
 
 @pytest.mark.parametrize(
@@ -385,6 +423,7 @@ def test_times_that_count_from_the_start_keep_their_unit():
     # Two clocks in one file.
     assert str(relative_seconds([0, EPOCH])) == "[0.0, nan]"
     assert relative_seconds([]) == []
+    assert relative_seconds(["0e30", 2]) == [0.0, 2.0]
 
 
 @pytest.mark.parametrize(

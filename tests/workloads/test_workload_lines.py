@@ -307,3 +307,47 @@ def test_workload_file_on_an_epoch_clock_has_the_same_waits(tmp_path):
     for early, late in zip(*(trace.requests for trace in traces), strict=True):
         assert late.is_complete
         assert late.ttft == pytest.approx(early.ttft, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "gap"),
+    [
+        ("1700000000123", "1700000000999", 0.876),
+        ("1700000000.0010001", "1700000000.0010002", 1e-7),
+        ("1700000000000000001", "1700000000000000002", 1e-9),
+        ("0.25", "1.5", 1.25),
+    ],
+)
+def test_workload_file_counts_arrivals_and_deadlines_by_one_clock_without_the_loss_of_a_digit(
+    tmp_path, first, second, gap
+):
+    text = '{"prompt": 4, "max_tokens": 3, "arrival": %s, "deadline": %s}'
+    early, late, last = read(
+        tmp_path, text % (first, second), text % (second, second), '{"prompt": 4, "max_tokens": 3}'
+    )
+    start = 0.25 if first == "0.25" else 0.0
+    assert (early.arrival, early.deadline) == (start, start + gap)
+    assert (late.arrival, late.deadline, last.arrival) == (start + gap, start + gap, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "said"),
+    [
+        ('"arrival": 1700000000', "arrival is 1700000000, by another clock than the first arrival"),
+        ('"deadline": 1700000000.5', "deadline is 1700000000.5, by another clock"),
+        ('"deadline": {"a": 1, "a": 2}', "the key 'a' is given twice"),
+    ],
+)
+def test_workload_file_rejects_a_time_by_another_clock_alone(tmp_path, times, said):
+    good = '{"id": "%s", "arrival": 3, "prompt": 4, "max_tokens": 3}'
+    line = f'{{"prompt": 4, "max_tokens": 3, {times}}}'
+    before, rejected, after = read(tmp_path, good % "a", line, good % "b")
+    assert (before.arrival, after.arrival) == (3.0, 3.0)
+    assert rejected.error.startswith(f"line 2: {said}")
+
+
+def test_workload_file_begins_at_the_first_arrival_whatever_deadline_is_earlier(tmp_path):
+    line = '{"prompt": 4, "max_tokens": 3, "arrival": 1700000009, "deadline": %s}'
+    rejected, kept = read(tmp_path, line % 1_700_000_003, line % 1_700_000_010)
+    assert "deadline is 1700000003, before the arrival" in rejected.error
+    assert (rejected.arrival, kept.arrival, kept.deadline) == (0.0, 0.0, 1.0)

@@ -61,7 +61,6 @@ def test_resolve_prompts_draws_ids_independent_of_the_other_requests():
         ((5, 2**64 - 1), "token 1 is 18446744073709551615; use ids from 0 to 99"),
         ("é", "token 0 is 233; use ids from 0 to 99"),
         ("   ", "the prompt is '   '; it encodes to no token; give at least one"),
-        ("\ud83d", "half a surrogate pair; write the whole character"),
         (10**12, "length is 1000000000000; give at most 16777216"),
     ],
 )
@@ -93,3 +92,21 @@ def test_resolve_prompts_takes_numpy_integers_from_an_encoder():
 def test_resolve_prompts_raises_without_any_token_id(vocab_size):
     with pytest.raises(ValueError, match=f"vocab_size is {vocab_size}; it must be an integer of at least 1"):
         workloads.resolve_prompts([], None, vocab_size, rng())
+
+
+@pytest.mark.parametrize("entries", [[Request("a", 3, 3), "b"], 5])
+@pytest.mark.parametrize(
+    ("function", "rest"),
+    [
+        (workloads.scale_rate, (2.0,)),
+        (workloads.merge, ()),
+        (workloads.spread_arrivals, (rng(), 3.0)),
+        (workloads.resolve_prompts, (None, None, rng())),
+        (workloads.predict, ("oracle", rng())),
+        (workloads.Joint.of, ()),
+    ],
+)
+def test_entry_that_is_no_request_is_an_error_of_the_type_that_is_documented(function, rest, entries):
+    with pytest.raises(TypeError, match="give a list of requests"):
+        function(entries, *rest)
+    assert "TypeError: An entry is no request" in function.__doc__
