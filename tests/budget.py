@@ -20,7 +20,7 @@ CORE = {
     # Over the floor plan's 480: requests flat for policies, one language of names, one set of checks; every
     # field of a request and every option of a policy is checked when it is built, by its annotation; files of
     # a person's own, which may import others beside them, and whose errors are told by their line.
-    "request config model_shape names checks version": 675,
+    "request config model_shape names checks version": 680,
     "step": 182,
     # Over the floor plan's 600: the events of blocks, the interface itself, copies of a content, and what is
     # missing while others leave.
@@ -56,9 +56,9 @@ LAB = {
     "viz export __main__": 2030,
 }
 # The aim is 6,000.
-MOST_CORE = 7115
+MOST_CORE = 7200
 MOST_LAB = 6000
-MOST_ALL = 12_800
+MOST_ALL = 12_900
 MOST_JAVASCRIPT = 1200
 
 _NO_CODE = {
