@@ -184,7 +184,8 @@ def read_trace(
     out of order are sorted by arrival, and failed requests are left out.
 
     No digit of a file's times is lost. Where the earliest arrival is 10^9 or more, they count from 1970, in
-    seconds, milliseconds, microseconds or nanoseconds, as the number of digits tells; arrivals then begin at 0.
+    seconds, milliseconds, microseconds or nanoseconds, as the number of digits tells; arrivals
+    then begin at 0.
 
     A whole Mooncake trace of long prompts takes gigabytes, 8 bytes a token. `tokens_per_id=1` turns each id
     into one token, so that a KV block of 1 token stands for 512: a prompt is then the tuple of its ids. That
