@@ -304,6 +304,11 @@ def _from_folder(
     if isinstance(source, Path):
         file = source if source.is_file() else _quantized_in(source)
         source = source if file is None else file.parent
+        if (source / "adapter_config.json").exists():
+            raise ValueError(
+                f"folder {str(source)!r} has an adapter (adapter_config.json), which is not applied; merge "
+                "it into the weights first (peft: merge_and_unload), or move it away"
+            )
         names = " ".join(read.name for read in source.iterdir())
         has_tokenizer = file is not None or re.search(r"tokenizer|vocab|tekken|\.model\b", names) is not None
         if file is not None:
@@ -370,8 +375,15 @@ def _reject_broken(file: Path) -> None:
         problem = "is no GGUF file"
     elif file.suffix == ".safetensors":
         try:
-            with safe_open(file, "pt"):
-                pass
+            with safe_open(file, "pt") as weights:
+                kinds = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+            config = file.with_name("config.json")
+            is_quantized = config.exists() and b"quantization_config" in config.read_bytes()
+            packed = [name for name, kind in kinds.items() if name.endswith(".weight") and kind[0] in "IU"]
+            if packed and not is_quantized:
+                problem = (
+                    f"has integer weights ({packed[0]}) and no quantization_config beside it in config.json"
+                )
         except SafetensorError as error:
             problem = f"is cut or no safetensors file ({file.stat().st_size:,} bytes; {error})"
     if problem is not None:
@@ -379,13 +391,17 @@ def _reject_broken(file: Path) -> None:
 
 
 def _reject_incomplete(name: str, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
-    """Reject weights that the model lacks, or that would go unused where the model has the like."""
+    """Reject weights that the model lacks, or that would go unused in its layers or modules."""
 
-    def owner(weight: str) -> str:
-        return re.sub(r"\d+", "#", weight.rpartition(".")[0])
+    def owners(weight: str) -> set[str]:
+        # A checkpoint of a model without its head leaves the prefix out.
+        like = re.sub(r"\d+", "#", weight.removeprefix(f"{model.base_model_prefix}."))
+        return {like.rpartition(".")[0], like.partition(".#.")[0] + ".#"}
 
-    owners = {owner(weight) for weight, _ in model.named_parameters()}
-    unexpected = {weight for weight in found["unexpected_keys"] if owner(weight) in owners}
+    own = {owner for weight, _ in model.named_parameters() for owner in owners(weight)}
+    # Buffers that older checkpoints hold.
+    buffers = re.compile(r"(_freq|_cached|att(n|ention)\.(masked_)?bias)$")
+    unexpected = {key for key in found["unexpected_keys"] if owners(key) & own and not buffers.search(key)}
     mismatched = {weight for weight, *_ in found["mismatched_keys"]}
     for what, weights in (
         ("lacks weights that its config asks for", found["missing_keys"] - mismatched),
