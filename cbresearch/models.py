@@ -141,7 +141,8 @@ def _rendered(name: str, tokenizer: Any, text: str) -> str:
             problem = f"{type(error).__name__}: {error}"
             continue
         # A template that writes whatever it is given writes the parts as Python does.
-        if "7d1cq0" in probe and text.strip() in rendered and "'type'" not in probe:
+        is_python = is_typed and "'text': '7d1cq0'" in probe
+        if "7d1cq0" in probe and text.strip() in rendered and not is_python:
             return str(rendered)
     raise ValueError(
         f"the chat template of {name!r} does not take this message ({problem}); give the prompt as token ids"

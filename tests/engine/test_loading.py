@@ -230,7 +230,9 @@ def test_an_unknown_model_is_rejected_in_a_second(name, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("template", [PLAIN, TYPED])
+@pytest.mark.parametrize(
+    "template", [PLAIN, TYPED, *("call {'type': 'text', 'text': 'x'} " + how for how in (PLAIN, TYPED))]
+)
 def test_two_messages_never_make_one_prompt(template):
     encode = loaded(template).encode
     prompts = [tuple(encode(text)) for text in ("hi", "there", "hi there", "user", "bot")]
