@@ -377,14 +377,13 @@ def _reject_broken(file: Path) -> None:
     elif file.suffix == ".safetensors":
         try:
             with safe_open(file, "pt") as weights:
-                kinds = {name: weights.get_slice(name).get_dtype() for name in weights.keys()}  # noqa: SIM118
+                integers = [
+                    name for name in weights.keys()  # noqa: SIM118 - it is no dict.
+                    if name.endswith(".weight") and weights.get_slice(name).get_dtype()[0] in "IU"
+                ]  # fmt: skip
             config = file.with_name("config.json")
-            is_quantized = config.exists() and b"quantization_config" in config.read_bytes()
-            packed = [name for name, kind in kinds.items() if name.endswith(".weight") and kind[0] in "IU"]
-            if packed and not is_quantized:
-                problem = (
-                    f"has integer weights ({packed[0]}) and no quantization_config beside it in config.json"
-                )
+            if integers and not (config.exists() and b"quantization_config" in config.read_bytes()):
+                problem = f"has integer weights ({integers[0]}) and no quantization_config beside it"
         except SafetensorError as error:
             problem = f"is cut or no safetensors file ({file.stat().st_size:,} bytes; {error})"
     if problem is not None:

@@ -38,7 +38,7 @@ CORE = {
     # model compared with its own forward; checkpoints and chat templates that lack something; several users
     # of one model, forks and ends of scripts, text of every kind of tokenizer; weights packed in large pages;
     # weights and adapters that would be left out, and models that change while an engine serves them.
-    "kernels attention models engine cpu": 2715,
+    "kernels attention models engine cpu": 2718,
     "__init__": 70,
 }
 LAB = {

@@ -9,6 +9,7 @@ from conftest import generate_alone
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cbresearch import models
+from cbresearch.attention import shared_copy
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.cpu.forward import can_build, native_threads
 from cbresearch.engine import Engine, ModelExecutor
@@ -143,6 +144,23 @@ def test_a_model_that_keeps_activations_for_training_is_served(small):
     want = generated_tokens(small)
     small.model.gradient_checkpointing_enable()
     assert engine_tokens(small) == want
+
+
+@pytest.mark.parametrize("place", ["model", "layer"])
+def test_what_a_model_keeps_that_cannot_be_copied_is_shared(place, small):
+    want = generated_tokens(small)
+    kept = small.model if place == "model" else small.model.model.layers[1]
+    kept.lock, kept.generator, kept.file = threading.Lock(), (n for n in range(3)), open(__file__)  # noqa: SIM115
+    kept.activations = {"h": torch.ones(2, requires_grad=True) * 2}
+    kept.seen, kept.whole = [threading.Lock()], [small.model, small.model.model.layers[0]]
+    assert served_tokens(small) == want
+    copied = shared_copy(small.model)
+    whole = (copied if place == "model" else copied.model.layers[1]).whole
+    assert whole[0] is copied and whole[1] is copied.model.layers[0]
+    kept.file.close()
+    small.model.config.lock = threading.Lock()
+    with pytest.raises(ValueError, match="the model's 'config' holds what cannot be copied"):
+        served_tokens(small)
 
 
 def test_a_vocabulary_of_one_token_is_served():
