@@ -38,7 +38,7 @@ CORE = {
     # model compared with its own forward; checkpoints and chat templates that lack something; several users
     # of one model, forks and ends of scripts, text of every kind of tokenizer; weights packed in large pages;
     # weights and adapters that would be left out, and models that change while an engine serves them.
-    "kernels attention models engine cpu": 2718,
+    "kernels attention models engine cpu": 2732,
     "__init__": 70,
 }
 LAB = {
@@ -54,7 +54,7 @@ LAB = {
     "viz export __main__": 2030,
 }
 # The aim is 6,000.
-MOST_CORE = 7135
+MOST_CORE = 7150
 MOST_LAB = 6000
 MOST_ALL = 12_825
 MOST_JAVASCRIPT = 1200

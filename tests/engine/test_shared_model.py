@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.utils.prune as prune
 from conftest import generate_alone
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -195,6 +196,56 @@ def test_a_model_that_is_moved_to_another_type_is_refused_by_its_engines_and_ser
     with pytest.raises(RuntimeError, match=r"'small' was moved to cpu and torch\.float64"):
         engine.stop()
     assert served_tokens(small, backend="torch") == generated_tokens(small)
+
+
+def halved(model):
+    return {name: weight / 2 for name, weight in model.state_dict().items()}
+
+
+CHANGES = {
+    "weight": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(torch.ones(96, 32))),
+    "state": lambda model: model.load_state_dict(halved(model), assign=True),
+    "module": lambda model: setattr(model.model.layers[1], "mlp", torch.nn.Identity()),
+    "activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+    "buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", torch.ones(4)),
+    "hook": lambda model: model.model.norm.register_forward_hook(lambda _, given, out: -out),
+    "pre-hook": lambda model: model.lm_head.register_forward_pre_hook(lambda _, given: (-given[0],)),
+    "order": lambda model: setattr(model.model, "layers", torch.nn.ModuleList([*model.model.layers][::-1])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_that_is_given_other_parts_is_refused_by_its_engines_and_served_by_new_ones(
+    backend, change, small
+):
+    engine = Engine(small, backend=backend)
+    assert engine.generate([PROMPTS[0]], 2)[0].error is None
+    change(small.model)
+    assert "'small' was given other weights, modules or hooks" in engine.generate([PROMPTS[0]], 2)[0].error
+    with pytest.raises(RuntimeError, match="build a new one"):
+        engine.stop()
+    assert served_tokens(small, backend=backend) == generated_tokens(small)
+
+
+def test_what_leaves_the_answers_as_they_are_ends_no_engine(small):
+    want = generated_tokens(small)
+    with Engine(small) as engine:
+        small.model(torch.tensor([PROMPTS[0]]), output_hidden_states=True, output_attentions=True)
+        small.model.load_state_dict(small.model.state_dict())
+        small.model.tie_weights()
+        assert [answer.token_ids for answer in engine.generate(PROMPTS, LENGTH)] == want
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_a_hook_makes_anew_are_those_that_are_served(backend, small):
+    for layer in small.model.model.layers:
+        prune.random_unstructured(layer.mlp.up_proj, "weight", 0.5)
+    with Engine(small, backend=backend) as engine:
+        assert [answer.token_ids for answer in engine.generate(PROMPTS, LENGTH)] == generated_tokens(small)
+        with torch.no_grad():
+            small.model.model.layers[0].mlp.up_proj.weight_orig.mul_(-3)
+        assert [answer.token_ids for answer in engine.generate(PROMPTS, LENGTH)] == generated_tokens(small)
 
 
 def test_a_model_takes_no_harm_from_an_executor_that_fails(small):
