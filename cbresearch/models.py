@@ -141,7 +141,8 @@ def _rendered(name: str, tokenizer: Any, text: str) -> str:
             problem = f"{type(error).__name__}: {error}"
             continue
         # A template that writes whatever it is given writes the parts as Python does.
-        if "7d1cq0" in probe and text.strip() in rendered and "'type'" not in probe:
+        is_python = is_typed and "'text': '7d1cq0'" in probe
+        if "7d1cq0" in probe and text.strip() in rendered and not is_python:
             return str(rendered)
     raise ValueError(
         f"the chat template of {name!r} does not take this message ({problem}); give the prompt as token ids"
@@ -304,6 +305,11 @@ def _from_folder(
     if isinstance(source, Path):
         file = source if source.is_file() else _quantized_in(source)
         source = source if file is None else file.parent
+        if (source / "adapter_config.json").exists():
+            raise ValueError(
+                f"folder {str(source)!r} has an adapter (adapter_config.json), which is not applied; merge "
+                "it into the weights first (peft: merge_and_unload), or move it away"
+            )
         names = " ".join(read.name for read in source.iterdir())
         has_tokenizer = file is not None or re.search(r"tokenizer|vocab|tekken|\.model\b", names) is not None
         if file is not None:
@@ -370,8 +376,14 @@ def _reject_broken(file: Path) -> None:
         problem = "is no GGUF file"
     elif file.suffix == ".safetensors":
         try:
-            with safe_open(file, "pt"):
-                pass
+            with safe_open(file, "pt") as weights:
+                integers = [
+                    name for name in weights.keys()  # noqa: SIM118 - it is no dict.
+                    if name.endswith(".weight") and weights.get_slice(name).get_dtype()[0] in "IU"
+                ]  # fmt: skip
+            config = file.with_name("config.json")
+            if integers and not (config.exists() and b"quantization_config" in config.read_bytes()):
+                problem = f"has integer weights ({integers[0]}) and no quantization_config beside it"
         except SafetensorError as error:
             problem = f"is cut or no safetensors file ({file.stat().st_size:,} bytes; {error})"
     if problem is not None:
@@ -379,13 +391,17 @@ def _reject_broken(file: Path) -> None:
 
 
 def _reject_incomplete(name: str, model: PreTrainedModel, found: Mapping[str, Any]) -> None:
-    """Reject weights that the model lacks, or that would go unused where the model has the like."""
+    """Reject weights that the model lacks, or that would go unused in its layers or modules."""
 
-    def owner(weight: str) -> str:
-        return re.sub(r"\d+", "#", weight.rpartition(".")[0])
+    def owners(weight: str) -> set[str]:
+        # A checkpoint of a model without its head leaves the prefix out.
+        like = re.sub(r"\d+", "#", weight.removeprefix(f"{model.base_model_prefix}."))
+        return {like.rpartition(".")[0], like.partition(".#.")[0] + ".#"}
 
-    owners = {owner(weight) for weight, _ in model.named_parameters()}
-    unexpected = {weight for weight in found["unexpected_keys"] if owner(weight) in owners}
+    own = {owner for weight, _ in model.named_parameters() for owner in owners(weight)}
+    # Buffers that older checkpoints hold.
+    buffers = re.compile(r"(_freq|_cached|att(n|ention)\.(masked_)?bias)$")
+    unexpected = {key for key in found["unexpected_keys"] if owners(key) & own and not buffers.search(key)}
     mismatched = {weight for weight, *_ in found["mismatched_keys"]}
     for what, weights in (
         ("lacks weights that its config asks for", found["missing_keys"] - mismatched),

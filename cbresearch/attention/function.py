@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
 from cbresearch.attention.step import PagedStep
 from cbresearch.attention.torch_backend import attend_with_torch
@@ -160,7 +160,10 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return a copy of a model's modules, in evaluation mode; the model stays as it is.
 
     The copy shares all tensors and hooks, so that it costs no memory and follows weights that change in
-    place. Modules that are put into the model later are not in it.
+    place, and what cannot be copied, as a lock. Modules that are put into the model later are not in it.
+
+    Raises:
+        ValueError: A config in it cannot be copied.
     """
     shared: dict[int, Any] = {}
     for module in model.modules():
@@ -170,4 +173,16 @@ def shared_copy(model: PreTrainedModel) -> PreTrainedModel:
             is_hooks = name.endswith("_hooks") and isinstance(value, dict)
             kept += value.values() if is_hooks else [value] * isinstance(value, Tensor)
         shared.update((id(value), value) for value in kept)
+    tried = shared | {id(module): module for module in model.modules()}
+    for module in model.modules():
+        for name in vars(module).keys() - vars(torch.nn.Module()).keys():
+            value = vars(module)[name]
+            try:
+                copy.deepcopy(value, dict(tried))
+            except Exception as error:
+                # The copy attends in another way by a config of its own.
+                if isinstance(value, PreTrainedConfig):
+                    raise ValueError(f"the model's {name!r} holds what cannot be copied: {error}") from error
+                shared[id(value)] = value
+            tried[id(value)] = value
     return copy.deepcopy(model, memo=shared).eval()

@@ -154,8 +154,12 @@ class NativeForward:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = paged_copy(model)
-        # A subclass may compute something else.
-        self._layers: list[Any] = [module for module in self._model.modules() if type(module) is nn.Linear]
+        # A subclass may compute something else, and what runs before a layer make its weights anew.
+        self._layers: list[Any] = [
+            module for module in self._model.modules()
+            if type(module) is nn.Linear and "weight" in dict(module.named_parameters(recurse=False))
+            and not vars(module)["_forward_pre_hooks"]
+        ]  # fmt: skip
         sizes = [math.prod(panels_shape(layer.weight)) for layer in self._layers]
         for layer, part in zip(self._layers, large_pages(sum(sizes)).split_with_sizes(sizes), strict=True):
             layer.__class__ = NativeLinear

@@ -13,8 +13,8 @@ from cbresearch.config import CacheConfig
 from cbresearch.engine.forward import Forward
 from cbresearch.models import LoadedModel
 
-# By how much logits may differ, as a part of the largest: sums are taken in another order. A model in float64
-# still takes its softmax or chooses its experts in float32.
+# By how much logits may differ, as a part of how they vary: sums are taken in another order. A model in
+# float64 still takes its softmax or chooses its experts in float32.
 _TOLERANCES = {torch.float16: 0.05, torch.bfloat16: 0.2}
 _TOLERANCE = 1e-4
 # Tokens of the longer sequence, and parameters times tokens up to which it may be longer.
@@ -29,7 +29,8 @@ def reject_differing(loaded: LoadedModel, cache: PagedCache, forward: Forward) -
 
     Two sequences of unlike content go through a small pool of their own in three steps: prompts in chunks,
     and a decode beside one. The logits behind every token are compared. What passes is a difference of at
-    most 1e-4 of the largest logit, 0.05 of it in float16 and 0.2 in bfloat16.
+    most 1e-4 of how they vary between tokens, 0.05 of it in float16 and 0.2 in bfloat16, and what rounding
+    does to their own size; a mask or an offset on them excuses nothing else.
 
     Args:
         loaded: The model.
@@ -64,9 +65,6 @@ def _problem(
     lengths = [min(length, shape.max_model_len or length) for length in (_length_over_windows(loaded), 7)]
     sequences = [rng.integers(shape.vocab_size or 2, size=length) for length in lengths]
     own = [_own_logits(model, torch.from_numpy(ids)[None].to(model.device)) for ids in sequences]
-    if not all(bool(logits.isfinite().all()) for logits in own):
-        # There is nothing to compare with; each request that meets such logits fails by itself.
-        return None
     widths = [-(-length // block_size) for length in lengths]
     where: Any = {"windows": cache.windows, "backend": cache.backend, "dtype": model.dtype}
     pool = PagedCache(
@@ -77,7 +75,14 @@ def _problem(
     # A chunk and a single token; chunks behind what is there; a decode beside a chunk.
     longer, shorter = lengths
     ends = np.array([(0, longer // 2, longer - 1, longer), (0, 1, max(1, shorter - 2), shorter)])
-    worst, largest = 0.0, max(float(logits.abs().max()) for logits in own)
+    whole = torch.cat(own).to(torch.promote_types(model.dtype, torch.float32))
+    rounding = 8 * max(torch.finfo(dtype).eps for dtype in (model.dtype, own[0].dtype))
+    # From token to token: what is added to the logits of all, as a mask or an offset, is none of their size.
+    moved = whole.diff(dim=0).abs()
+    moved = moved[(moved > rounding * whole[1:].abs()) & moved.isfinite()]
+    # About as much as the largest of usual logits.
+    moved = 4 * moved.median() if len(moved) and whole.shape[1] > 1 else whole.nan_to_num(0.0).abs().max()
+    worst, most = 0.0, _TOLERANCES.get(model.dtype, _TOLERANCE) * float(moved)
     for starts, stops in zip(ends.T[:-1], ends.T[1:], strict=True):
         rows = [row for row in batch_order(starts, stops - starts) if stops[row] > starts[row]]
         if not rows:
@@ -87,15 +92,18 @@ def _problem(
         ids = np.concatenate([sequences[row][part] for row, part in parts])
         # In another order, so that a model that gives the logits of all places instead is found out.
         logits = forward(ids, step, np.arange(len(ids))[::-1].copy()).flip(0)
-        difference = (logits - torch.cat([own[row][part] for row, part in parts])).abs().max()
-        worst = max(worst, float(torch.nan_to_num(difference, nan=torch.inf)) / (largest or 1.0))
+        expected = torch.cat([own[row][part] for row, part in parts]).to(whole.dtype)
+        difference = (logits - expected).abs() - rounding * expected.nan_to_num(0.0, 0.0, 0.0).abs()
+        # A request that meets NaN fails by itself, where the model alone gives it too.
+        same = (logits == expected) | (whole.isnan().any() & (logits.isnan() | expected.isnan()))
+        worst = max(worst, float(difference.masked_fill(same, 0.0).nan_to_num(nan=torch.inf).max()))
     if unused := [place for place, layer in enumerate(pool.kv) if bool(layer.isnan().all())]:
         return f"its layers {unused} do not attend through the paged cache, by transformers' interface for it"
-    if worst <= _TOLERANCES.get(model.dtype, _TOLERANCE):
+    if worst <= most:
         return None
     return (
-        f"its logits in a batch differ from those of its own forward, by {worst:.2g} of the largest; a mask, "
-        "a bias, positions or a state of its own take no part in the paged attention"
+        f"its logits in a batch differ from those of its own forward, by {worst:.2g} where {most:.2g} is "
+        "rounding; a mask, a bias, positions or a state of its own take no part in the paged attention"
     )
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,6 +94,7 @@ class ModelExecutor:
         is_interpreted = self.cache.backend == "triton" and model.device.type == "cpu"
         self._threads = native_threads if native else _interpreter if is_interpreted else nullcontext
         self._kind = model.device, model.dtype
+        self._parts = _parts(model)
         self._clock = clock
         self._num_seats = scheduler.max_num_seqs
         self._token_ids = np.zeros((self._num_seats, 0), dtype=np.int64)
@@ -148,7 +150,8 @@ class ModelExecutor:
         """Carry out one step and time it until its tokens are there, preparation included.
 
         Raises:
-            ValueError: The model was moved to another device or type meanwhile.
+            ValueError: The model was moved to another device or type meanwhile, or was given other weights,
+                modules or hooks, which is seen when no earlier request is in the batch.
         """
         began = self._clock()
         model = self.loaded.model
@@ -156,6 +159,13 @@ class ModelExecutor:
             raise ValueError(
                 f"model {self.loaded.name!r} was moved to {model.device} and {model.dtype} from "
                 f"{self._kind[0]} and {self._kind[1]} while an executor was using it; load it twice"
+            )
+        # As often as that costs nothing.
+        is_fresh = len(plan.admitted) == len(plan.scheduled)
+        if is_fresh and list(map(id, _parts(model))) != list(map(id, self._parts)):
+            raise ValueError(
+                f"model {self.loaded.name!r} was given other weights, modules or hooks while an executor was "
+                "using it, which follows only weights that change in place; build a new one"
             )
         if plan.transfers:
             self.cache.transfer(plan.transfers)
@@ -267,6 +277,14 @@ class ModelExecutor:
         # A reservation can be longer than its request.
         self._block_tables = _widened(self._block_tables, self._num_blocks[seat])
         self._block_tables[seat, held : self._num_blocks[seat]] = block_ids
+
+
+def _parts(model: torch.nn.Module) -> list[Any]:
+    """Return what computes a model's answers, of which an executor's copy has what was there."""
+    kinds = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+    owned = (part for module in model.modules() for kind in kinds for part in vars(module)[kind].values())
+    # Where a user asks for hidden states, transformers hooks each layer, for good and for itself.
+    return [part for part in owned if "transformers.utils." not in str(getattr(part, "__module__", ""))]
 
 
 @functools.cache

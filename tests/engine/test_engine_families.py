@@ -338,6 +338,37 @@ def test_a_model_that_gives_the_logits_of_all_places_is_found_out(monkeypatch):
     refuse(model, "logits in a batch differ")
 
 
+def write_first(value):
+    return lambda module, given, logits: torch.cat(
+        (torch.full_like(logits[..., :2], value), logits[..., 2:]), -1
+    )
+
+
+def add(first, others):
+    return lambda module, given, logits: logits + torch.tensor([first, *[others] * (VOCAB_SIZE - 1)])
+
+
+LOGIT_HOOKS = [
+    *(write_first(value) for value in (0.0, -1e9, torch.finfo(torch.float32).min, -math.inf)),
+    *(add(*offsets) for offsets in ((1e5, 1e5), (1e5, 0.0), (-1e5, 0.0), (-math.inf, 0.0))),
+    lambda module, given, logits: torch.cat((logits[..., :30], torch.full_like(logits[..., 30:], -1e9)), -1),
+    lambda module, given, logits: logits - torch.cat((torch.zeros(30), torch.full((VOCAB_SIZE - 30,), 1e9))),
+]
+
+
+@pytest.mark.parametrize("hook", LOGIT_HOOKS)
+@pytest.mark.parametrize("is_wrong", [True, False])
+def test_a_mask_or_an_offset_on_the_logits_hides_no_difference_and_is_none(hook, is_wrong):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES))
+    model.lm_head.register_forward_hook(hook)
+    if is_wrong:
+        model.model.layers[0].mlp.register_forward_hook(lambda _, given, out: out - out.mean(1, keepdim=True))
+        refuse(model, "logits in a batch differ")
+    else:
+        ModelExecutor(models.wrap("masked", model), SchedulerConfig(), CacheConfig(9)).warm_up()
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("block_size", "num_blocks", "longest"), [(1, 1, 128), (5, 3, 3), (300, 1, 1)])
 def test_the_comparison_needs_no_room_in_the_pool_and_takes_any_model_length(

@@ -92,6 +92,28 @@ def loaded(template=None):
             lambda all: all | {"model.layers.0.self_attn.q_proj.bias": torch.ones(32)},
             "has weights for which its config has no place: model.layers.0.self_attn.q_proj.bias",
         ),
+        *(
+            (
+                lambda all, extra=extra: all | {f"model.layers.1.{extra}": torch.ones(8)},
+                f"has weights for which its config has no place: model.layers.1.{extra.rpartition('.')[0]}",
+            )
+            for extra in (
+                "self_attn.q_norm.weight",
+                "post_feedforward_layernorm.weight",
+                "mlp.experts.3.up_proj.weight",
+                "self_attn.q_proj.lora_A.weight",
+                "self_attn.q_proj.lora_A.default.weight",
+                "mlp.up_proj.weight_g",
+                "self_attn.sinks",
+            )
+        ),
+        (
+            lambda all: {
+                key: value.to(torch.int8) if key.endswith("1.self_attn.q_proj.weight") else value
+                for key, value in all.items()
+            },
+            r"has integer weights \(model.layers.1.self_attn.q_proj.weight\) and no quantization_config",
+        ),
     ],
 )
 def test_a_checkpoint_and_a_config_that_do_not_fit_are_rejected_with_the_names(
@@ -110,10 +132,29 @@ def test_weights_that_are_tied_or_of_another_part_need_no_place(tmp_path):
     change(
         tmp_path,
         lambda all: (
-            all | {"vision.patch.weight": torch.ones(3), "model.layers.0.rotary.inv_freq": torch.ones(4)}
+            all
+            | {"vision.patch.weight": torch.ones(3), "vision.layers.0.patch.weight": torch.ones(3)}
+            | {"model.layers.0.rotary.inv_freq": torch.ones(4), "model.layers.0.attn.bias": torch.ones(4)}
         ),
     )
     assert models.load(str(tmp_path)).shape.num_layers == 2
+
+
+def test_an_adapter_beside_whole_weights_is_not_left_out_in_silence(folder):
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"has an adapter .*, which is not applied; merge it"):
+        models.load(str(folder))
+
+
+def test_old_buffers_of_a_gpt2_checkpoint_need_no_place(tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    masks = {f"h.0.attn.{name}": torch.ones(4) for name in ("bias", "masked_bias")}
+    # As the model without its head names them.
+    change(tmp_path, lambda all: {key.removeprefix("transformer."): all[key] for key in all} | masks)
+    assert models.load(str(tmp_path)).shape.num_layers == 1
+    change(tmp_path, lambda all: all | {"h.0.attn.q_norm.weight": torch.ones(4)})
+    with pytest.raises(ValueError, match=r"has no place: .*q_norm"):
+        models.load(str(tmp_path))
 
 
 def lfs(whole):
@@ -189,7 +230,9 @@ def test_an_unknown_model_is_rejected_in_a_second(name, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("template", [PLAIN, TYPED])
+@pytest.mark.parametrize(
+    "template", [PLAIN, TYPED, *("call {'type': 'text', 'text': 'x'} " + how for how in (PLAIN, TYPED))]
+)
 def test_two_messages_never_make_one_prompt(template):
     encode = loaded(template).encode
     prompts = [tuple(encode(text)) for text in ("hi", "there", "hi there", "user", "bot")]

@@ -5,10 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.nn.utils.prune as prune
 from conftest import generate_alone
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cbresearch import models
+from cbresearch.attention import shared_copy
 from cbresearch.config import CacheConfig, SchedulerConfig
 from cbresearch.cpu.forward import can_build, native_threads
 from cbresearch.engine import Engine, ModelExecutor
@@ -145,6 +147,23 @@ def test_a_model_that_keeps_activations_for_training_is_served(small):
     assert engine_tokens(small) == want
 
 
+@pytest.mark.parametrize("place", ["model", "layer"])
+def test_what_a_model_keeps_that_cannot_be_copied_is_shared(place, small):
+    want = generated_tokens(small)
+    kept = small.model if place == "model" else small.model.model.layers[1]
+    kept.lock, kept.generator, kept.file = threading.Lock(), (n for n in range(3)), open(__file__)  # noqa: SIM115
+    kept.activations = {"h": torch.ones(2, requires_grad=True) * 2}
+    kept.seen, kept.whole = [threading.Lock()], [small.model, small.model.model.layers[0]]
+    assert served_tokens(small) == want
+    copied = shared_copy(small.model)
+    whole = (copied if place == "model" else copied.model.layers[1]).whole
+    assert whole[0] is copied and whole[1] is copied.model.layers[0]
+    kept.file.close()
+    small.model.config.lock = threading.Lock()
+    with pytest.raises(ValueError, match="the model's 'config' holds what cannot be copied"):
+        served_tokens(small)
+
+
 def test_a_vocabulary_of_one_token_is_served():
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
     one = models.wrap("one", LlamaForCausalLM(LlamaConfig(vocab_size=1, eos_token_id=None, **sizes)))
@@ -177,6 +196,56 @@ def test_a_model_that_is_moved_to_another_type_is_refused_by_its_engines_and_ser
     with pytest.raises(RuntimeError, match=r"'small' was moved to cpu and torch\.float64"):
         engine.stop()
     assert served_tokens(small, backend="torch") == generated_tokens(small)
+
+
+def halved(model):
+    return {name: weight / 2 for name, weight in model.state_dict().items()}
+
+
+CHANGES = {
+    "weight": lambda model: setattr(model.lm_head, "weight", torch.nn.Parameter(torch.ones(96, 32))),
+    "state": lambda model: model.load_state_dict(halved(model), assign=True),
+    "module": lambda model: setattr(model.model.layers[1], "mlp", torch.nn.Identity()),
+    "activation": lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+    "buffer": lambda model: setattr(model.model.rotary_emb, "inv_freq", torch.ones(4)),
+    "hook": lambda model: model.model.norm.register_forward_hook(lambda _, given, out: -out),
+    "pre-hook": lambda model: model.lm_head.register_forward_pre_hook(lambda _, given: (-given[0],)),
+    "order": lambda model: setattr(model.model, "layers", torch.nn.ModuleList([*model.model.layers][::-1])),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_model_that_is_given_other_parts_is_refused_by_its_engines_and_served_by_new_ones(
+    backend, change, small
+):
+    engine = Engine(small, backend=backend)
+    assert engine.generate([PROMPTS[0]], 2)[0].error is None
+    change(small.model)
+    assert "'small' was given other weights, modules or hooks" in engine.generate([PROMPTS[0]], 2)[0].error
+    with pytest.raises(RuntimeError, match="build a new one"):
+        engine.stop()
+    assert served_tokens(small, backend=backend) == generated_tokens(small)
+
+
+def test_what_leaves_the_answers_as_they_are_ends_no_engine(small):
+    want = generated_tokens(small)
+    with Engine(small) as engine:
+        small.model(torch.tensor([PROMPTS[0]]), output_hidden_states=True, output_attentions=True)
+        small.model.load_state_dict(small.model.state_dict())
+        small.model.tie_weights()
+        assert [answer.token_ids for answer in engine.generate(PROMPTS, LENGTH)] == want
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_weights_that_a_hook_makes_anew_are_those_that_are_served(backend, small):
+    for layer in small.model.model.layers:
+        prune.random_unstructured(layer.mlp.up_proj, "weight", 0.5)
+    with Engine(small, backend=backend) as engine:
+        assert [answer.token_ids for answer in engine.generate(PROMPTS, LENGTH)] == generated_tokens(small)
+        with torch.no_grad():
+            small.model.model.layers[0].mlp.up_proj.weight_orig.mul_(-3)
+        assert [answer.token_ids for answer in engine.generate(PROMPTS, LENGTH)] == generated_tokens(small)
 
 
 def test_a_model_takes_no_harm_from_an_executor_that_fails(small):
