@@ -3,6 +3,7 @@
 import copy
 import difflib
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -159,6 +160,7 @@ class TextDecoder:
         byte_token_ids: Tokens that stand for a byte each. The bytes of a run of them become text together:
             one more may undo it all.
         cleans_up: Whether spaces before punctuation are taken out again.
+        is_stable: Whether it is known that the text of some tokens is the beginning of the text of more.
         special_tokens: Texts of the special tokens that are left out, by id.
 
     Args:
@@ -169,8 +171,10 @@ class TextDecoder:
         self._tokenizer = tokenizer
         self.cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-        pieces = (f"<0x{byte:02X}>" for byte in range(256))
-        self.byte_token_ids = frozenset(vocabulary[piece] for piece in pieces if piece in vocabulary)
+        self.byte_token_ids = frozenset(
+            token for piece, token in vocabulary.items() if re.fullmatch("<0x[+0-9A-Fa-f][0-9A-Fa-f]>", piece)
+        )
+        self.is_stable = _is_stable(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_tokens = {token: str(text) for token, text in added.items() if text.special}
         self._num_known = max(vocabulary.values(), default=sys.maxsize - 1) + 1
@@ -192,7 +196,21 @@ class TextDecoder:
 
     def skips(self, token_id: int) -> bool:
         """Return whether a token never has text: a special one, or one that the tokenizer does not know."""
-        return token_id in self.special_tokens or token_id >= self._num_known
+        return token_id in self.special_tokens or (self.is_stable and token_id >= self._num_known)
+
+
+def _is_stable(tokenizer: Any) -> bool:
+    """Return whether a tokenizer decodes in a known way that more tokens only add to."""
+    if not getattr(tokenizer, "is_fast", False):
+        return False
+    decoder = tokenizer.backend_tokenizer.decoder
+    state: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"decoders": []}
+    return all(
+        step["type"] in ("BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "WordPiece")
+        or (step["type"] == "Strip" and step["stop"] == 0)
+        or (step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1)
+        for step in state.get("decoders", [state])
+    )
 
 
 def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None, ...]:

@@ -36,8 +36,9 @@ CORE = {
     "costs simulator": 566,
     # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure; each
     # model compared with its own forward; checkpoints and chat templates that lack something; several users
-    # of one model, forks and ends of scripts, text of every kind of tokenizer; weights packed in large pages.
-    "kernels attention models engine cpu": 2690,
+    # of one model, forks and ends of scripts, text of every kind of tokenizer, of those
+    # that rewrite it, too; weights packed in large pages.
+    "kernels attention models engine cpu": 2708,
     "__init__": 70,
 }
 LAB = {
@@ -53,7 +54,7 @@ LAB = {
     "viz export __main__": 2030,
 }
 # The aim is 6,000.
-MOST_CORE = 7110
+MOST_CORE = 7125
 MOST_LAB = 6000
 MOST_ALL = 12_800
 MOST_JAVASCRIPT = 1200

@@ -188,7 +188,10 @@ class TokenStream:
 
     def _output(self, record: RequestRecord) -> Output:
         detokenizer = self._new_detokenizer()
-        text = detokenizer.push(*record.tokens) + (detokenizer.finish() if record.is_complete else "")
+        text = detokenizer.push(*record.tokens)
+        if record.is_complete:
+            detokenizer.finish()
+            text = detokenizer.text
         stop_reason: str | int | None = detokenizer.stopped_by
         if stop_reason is None and record.finish_reason == "stop":
             stop_reason = record.tokens[-1]
