@@ -38,7 +38,7 @@ CORE = {
     # model compared with its own forward; checkpoints and chat templates that lack something; several users
     # of one model, forks and ends of scripts, text of every kind of tokenizer, of those
     # that rewrite it, too; weights packed in large pages.
-    "kernels attention models engine cpu": 2722,
+    "kernels attention models engine cpu": 2735,
     "__init__": 70,
 }
 LAB = {
@@ -54,9 +54,9 @@ LAB = {
     "viz export __main__": 2030,
 }
 # The aim is 6,000.
-MOST_CORE = 7140
+MOST_CORE = 7152
 MOST_LAB = 6000
-MOST_ALL = 12_815
+MOST_ALL = 12_825
 MOST_JAVASCRIPT = 1200
 
 _NO_CODE = {

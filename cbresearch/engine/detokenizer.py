@@ -57,7 +57,7 @@ class Detokenizer:
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
-        self._decode = decode
+        self._decoder = decode
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []
@@ -131,6 +131,15 @@ class Detokenizer:
         found = min(((place, stop) for place, stop in places if place >= 0), default=None)
         if found:
             self.text, self.stopped_by = self.text[: found[0]], found[1]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        try:
+            return self._decoder(token_ids)
+        except BaseException as error:
+            # A library in Rust panics with what is no `Exception`, and would end more than one request.
+            if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
+                raise
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def _shorten(self, text: str, num_doubtful: int) -> None:
         """Go on with the window's last tokens if it is long and they write its text's end alike."""
