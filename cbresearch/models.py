@@ -321,6 +321,8 @@ def _from_folder(
     has_tokenizer = True
     if isinstance(source, Path):
         file = source if source.is_file() else _quantized_in(source)
+        if file is not None and file.suffix in (".safetensors", ".bin", ".json", ".pt", ".pth"):
+            raise ValueError(f"{str(file)!r} is one file of a model; give its folder, {str(file.parent)!r}")
         source = source if file is None else file.parent
         names = " ".join(read.name for read in source.iterdir())
         has_tokenizer = file is not None or re.search(r"tokenizer|vocab|tekken|\.model\b", names) is not None
@@ -343,9 +345,17 @@ def _from_folder(
         tokenizer = AutoTokenizer.from_pretrained(source, **options) if has_tokenizer else None
     except Exception as error:
         # A file can be broken in any way, and its reader fail in any.
+        remedy = "Check the name, or give a local folder"
+        found = [read.name for read in Path(source).glob("*.safetensors*")] if Path(source).is_dir() else []
+        if found and "model.safetensors" not in found:
+            first = f"{', '.join(sorted(found)[:3])}, {len(found)} in all"
+            remedy = (
+                f"The folder has {first}; there must be model.safetensors, or each shard that model."
+                "safetensors.index.json names: rename or download them, or merge an adapter into its model"
+            )
         raise ValueError(
             f"model {str(source)!r} could not be loaded from safetensors or GGUF weights: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}. Check the name, or give a local folder"
+            f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}. {remedy}"
         ) from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)

@@ -37,8 +37,8 @@ CORE = {
     # Over the floor plan's 2,000: C++ by default, CUDA graphs, log-probabilities, async, back-pressure; each
     # model compared with its own forward; checkpoints and chat templates that lack something; several users
     # of one model, forks and ends of scripts, text of every kind of tokenizer, of those
-    # that rewrite it, too; weights packed in large pages.
-    "kernels attention models engine cpu": 2735,
+    # that rewrite it or panic, too; daemon threads at the end of a script; weights packed in large pages.
+    "kernels attention models engine cpu": 2743,
     "__init__": 70,
 }
 LAB = {
@@ -54,9 +54,9 @@ LAB = {
     "viz export __main__": 2030,
 }
 # The aim is 6,000.
-MOST_CORE = 7152
+MOST_CORE = 7160
 MOST_LAB = 6000
-MOST_ALL = 12_825
+MOST_ALL = 12_832
 MOST_JAVASCRIPT = 1200
 
 _NO_CODE = {

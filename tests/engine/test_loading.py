@@ -171,6 +171,28 @@ def test_one_of_several_gguf_files_is_not_taken_by_its_name(tmp_path):
         models.load(str(tmp_path))
 
 
+INDEX = '{"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    "name", ["model (1).safetensors", "adapter_model.safetensors", "model-00001-of-00009.safetensors"]
+)
+@pytest.mark.parametrize("index", ["", INDEX])
+def test_weights_of_another_name_are_told_with_what_there_must_be(folder, name, index):
+    (folder / "model.safetensors").rename(folder / name)
+    if index:
+        (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"there must be model.safetensors, or each shard") as caught:
+        models.load(str(folder))
+    assert f"The folder has {name}, " in str(caught.value)
+    assert "Check the name" not in str(caught.value)
+
+
+def test_of_one_file_of_a_model_the_folder_is_asked_for(folder):
+    with pytest.raises(ValueError, match=f"is one file of a model; give its folder, '{folder}'"):
+        models.load(str(folder / "model.safetensors"))
+
+
 def test_a_vocabulary_and_merges_are_a_tokenizer(tmp_path):
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
