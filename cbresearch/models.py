@@ -3,6 +3,7 @@
 import copy
 import difflib
 import importlib.util
+import json
 import logging
 import os
 import re
@@ -160,6 +161,7 @@ class TextDecoder:
         byte_token_ids: Tokens that stand for a byte each. The bytes of a run of them become text together:
             one more may undo it all.
         cleans_up: Whether spaces before punctuation are taken out again.
+        is_stable: Whether it is known that the text of some tokens is the beginning of the text of more.
         special_tokens: Texts of the special tokens that are left out, by id.
 
     Args:
@@ -170,8 +172,10 @@ class TextDecoder:
         self._tokenizer = tokenizer
         self.cleans_up = bool(getattr(tokenizer, "clean_up_tokenization_spaces", False))
         vocabulary: dict[str, int] = getattr(tokenizer, "get_vocab", dict)()
-        pieces = (f"<0x{byte:02X}>" for byte in range(256))
-        self.byte_token_ids = frozenset(vocabulary[piece] for piece in pieces if piece in vocabulary)
+        self.byte_token_ids = frozenset(
+            token for piece, token in vocabulary.items() if re.fullmatch("<0x[+0-9A-Fa-f][0-9A-Fa-f]>", piece)
+        )
+        self.is_stable = _is_stable(tokenizer)
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self.special_tokens = {token: str(text) for token, text in added.items() if text.special}
         self._num_known = max(vocabulary.values(), default=sys.maxsize - 1) + 1
@@ -193,7 +197,21 @@ class TextDecoder:
 
     def skips(self, token_id: int) -> bool:
         """Return whether a token never has text: a special one, or one that the tokenizer does not know."""
-        return token_id in self.special_tokens or token_id >= self._num_known
+        return token_id in self.special_tokens or (self.is_stable and token_id >= self._num_known)
+
+
+def _is_stable(tokenizer: Any) -> bool:
+    """Return whether a tokenizer decodes in a known way that more tokens only add to."""
+    if not getattr(tokenizer, "is_fast", False):
+        return False
+    decoder = tokenizer.backend_tokenizer.decoder
+    state: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"decoders": []}
+    return all(
+        step["type"] in ("BPEDecoder", "ByteFallback", "ByteLevel", "Fuse", "Metaspace", "WordPiece")
+        or (step["type"] == "Strip" and step["stop"] == 0)
+        or (step["type"] == "Replace" and len(step["pattern"].get("String", "")) == 1)
+        for step in state.get("decoders", [state])
+    )
 
 
 def layer_windows(config: PreTrainedConfig, num_layers: int) -> tuple[int | None, ...]:
@@ -304,6 +322,8 @@ def _from_folder(
     has_tokenizer = True
     if isinstance(source, Path):
         file = source if source.is_file() else _quantized_in(source)
+        if file is not None and file.suffix in (".safetensors", ".bin", ".json", ".pt", ".pth"):
+            raise ValueError(f"{str(file)!r} is one file of a model; give its folder, {str(file.parent)!r}")
         source = source if file is None else file.parent
         if (source / "adapter_config.json").exists():
             raise ValueError(
@@ -331,9 +351,17 @@ def _from_folder(
         tokenizer = AutoTokenizer.from_pretrained(source, **options) if has_tokenizer else None
     except Exception as error:
         # A file can be broken in any way, and its reader fail in any.
+        remedy = "Check the name, or give a local folder"
+        found = [read.name for read in Path(source).glob("*.safetensors*")] if Path(source).is_dir() else []
+        if found and "model.safetensors" not in found:
+            first = f"{', '.join(sorted(found)[:3])}, {len(found)} in all"
+            remedy = (
+                f"The folder has {first}; there must be model.safetensors, or each shard that model."
+                "safetensors.index.json names: rename or download them, or merge an adapter into its model"
+            )
         raise ValueError(
             f"model {str(source)!r} could not be loaded from safetensors or GGUF weights: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}. Check the name, or give a local folder"
+            f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')}. {remedy}"
         ) from error
     finally:
         transformers.utils.logging.set_verbosity(verbosity)

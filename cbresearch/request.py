@@ -123,7 +123,8 @@ def _checked_stop(stop: Any) -> tuple[str, ...]:
 def _checked_token_ids(name: str, value: Any, remedy: str, is_ordered: bool) -> tuple[int, ...]:
     try:
         # The bytes of a text are no token ids, and a mapping is no list of them.
-        if isinstance(value, bytes | bytearray | Mapping) or (is_ordered and isinstance(value, Set)):
+        refused = (bytes, bytearray, memoryview, Mapping, *([Set] if is_ordered else []))
+        if isinstance(value, refused):
             raise TypeError
         # An array or a tensor becomes plain numbers, or lists of them if it is a batch.
         given = tuple(value.tolist() if hasattr(value, "tolist") else value)

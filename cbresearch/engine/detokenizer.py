@@ -37,7 +37,8 @@ class Detokenizer:
 
     Text is handed out once it cannot change any more: a character whose bytes are spread over tokens, an end
     that may become a stop text, and what the decoder may still rewrite, are held back. What was handed out,
-    joined, is the final text, and takes a time in proportion to the tokens.
+    joined, is the final text, and takes a time in proportion to the tokens. Where a decoder may rewrite what
+    it wrote, all tokens are decoded again with each new one, and text comes by whole words.
 
     Attributes:
         text: All text so far, what is held back included.
@@ -56,11 +57,12 @@ class Detokenizer:
     ) -> None:
         self.text = ""
         self.stopped_by: str | None = None
-        self._decode = decode
+        self._decoder = decode
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._token_ids: list[int] = []
         self._byte_token_ids: frozenset[int] = getattr(decode, "byte_token_ids", frozenset())
+        self._is_stable: bool = getattr(decode, "is_stable", True)
         self._cleans_up: bool = getattr(decode, "cleans_up", False)
         self._skips: Callable[[int], bool] = getattr(decode, "skips", lambda _: False)
         self._num_tokens = 0
@@ -84,8 +86,7 @@ class Detokenizer:
     def finish(self) -> str:
         """Return the text that was held back, since nothing follows."""
         if self.stopped_by is None:
-            first, _, num_firm, num_skipped = self._before_run or self._window
-            self.text = self.text[:num_firm] + self._decode(self._token_ids[first:])[num_skipped:]
+            self.text = self._decode(self._token_ids)
         return self._give(len(self.text))
 
     def _take(self, token_id: int) -> None:
@@ -109,7 +110,12 @@ class Detokenizer:
         num_kept = num_firm + sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         self._num_rewritten = self._rewritten(self.text)
         num_doubtful = len(text) - num_shown + self._num_rewritten
-        if num_doubtful or len(self.text) == num_firm:
+        if not self._is_stable:
+            # All is decoded again, and the last word may still change.
+            num_settled = len("".join(self.text.rsplit(maxsplit=1)[:-1]))
+            self._num_rewritten = max(self._num_rewritten, len(self.text) - num_settled)
+            self._window = _Window(whole=num_tokens)
+        elif num_doubtful or len(self.text) == num_firm:
             self._shorten(text, num_doubtful)
         else:
             # From here on, the tokens since the text was at rest before are context enough: they have text.
@@ -125,6 +131,15 @@ class Detokenizer:
         found = min(((place, stop) for place, stop in places if place >= 0), default=None)
         if found:
             self.text, self.stopped_by = self.text[: found[0]], found[1]
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        try:
+            return self._decoder(token_ids)
+        except BaseException as error:
+            # A library in Rust panics with what is no `Exception`, and would end more than one request.
+            if isinstance(error, Exception | KeyboardInterrupt | SystemExit):
+                raise
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
     def _shorten(self, text: str, num_doubtful: int) -> None:
         """Go on with the window's last tokens if it is long and they write its text's end alike."""

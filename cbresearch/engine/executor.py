@@ -4,6 +4,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any
@@ -102,6 +103,9 @@ class ModelExecutor:
         self._num_blocks = [0] * self._num_seats
         self._sampler = Sampler(loaded.eos_token_ids, seed)
         self._detokenizers: dict[int, Detokenizer] = {}
+        self._step = threading.Lock()
+        # A thread that still computes when Python ends would abort the process.
+        weakref.finalize(self, _let_no_step_begin, self._step, os.getpid())
 
     def check(self, request: Request) -> None:
         """Reject a request that the model cannot serve.
@@ -153,6 +157,11 @@ class ModelExecutor:
             ValueError: The model was moved to another device or type meanwhile, or was given other weights,
                 modules or hooks, which is seen when no earlier request is in the batch.
         """
+        # Nothing waits for a daemon thread when Python ends, so that it can be kept from going on there.
+        with self._step if threading.current_thread().daemon else nullcontext():
+            return self._execute(plan)
+
+    def _execute(self, plan: Plan) -> StepResult:
         began = self._clock()
         model = self.loaded.model
         if (model.device, model.dtype) != self._kind:
@@ -330,3 +339,9 @@ def _widened(array: np.ndarray, width: int) -> np.ndarray:
     if width <= array.shape[1]:
         return array
     return np.pad(array, ((0, 0), (0, max(width, 2 * array.shape[1]) - array.shape[1])))
+
+
+def _let_no_step_begin(step: threading.Lock, process: int) -> None:
+    """Wait for the step in progress, for half a minute at most; a fork has none."""
+    if os.getpid() == process:
+        step.acquire(timeout=30)

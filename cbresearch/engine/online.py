@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import count, zip_longest
@@ -28,6 +28,7 @@ from cbresearch.trace import Origin, RequestRecord, StepRecord, Trace
 
 Prompt = str | Sequence[int]
 _Value = TypeVar("_Value")
+_Bytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +210,8 @@ class Engine:
         """
         if not isinstance(prompt, Request):
             name = self._next_id() if id is None else id
-            request = self._request(name, prompt, max_tokens, sampling or SamplingParams())
+            sampling = SamplingParams() if sampling is None else sampling
+            request = self._request(name, prompt, max_tokens, sampling)
             prompt = replace(request, priority=priority, client=client, deadline=deadline)
         return self._add(prompt, waits=False)
 
@@ -225,19 +227,25 @@ class Engine:
         full, the next prompt waits.
 
         Args:
-            prompts: Texts or lists of token ids. A single text is one prompt, and so is a list of token ids.
+            prompts: Texts or token ids (lists, arrays, tensors). A single text is one prompt, and so is a
+                list of token ids.
             max_tokens: Largest number of output tokens, for all or for each.
             sampling: How tokens are chosen, for all or for each; greedily by default.
 
         Raises:
-            ValueError: There is not one `max_tokens` or one `sampling` for each prompt.
+            ValueError: These are no prompts in an order, or there is not one `max_tokens` or one `sampling`
+                for each.
             RuntimeError: The engine has stopped.
         """
-        given: list[Any] = [prompts] if isinstance(prompts, str | bytes | Mapping) else list(prompts)
+        found: Any = [prompts] if isinstance(prompts, str | Mapping | _Bytes) else prompts
+        if isinstance(found, Set) or not isinstance(found, Iterable) or getattr(found, "ndim", 1) == 0:
+            raise ValueError(f"the prompts are {prompts!r}; give a text, token ids, or a list of such")
+        # The entries of a tensor are tensors.
+        given: list[Any] = [one.tolist() if getattr(one, "ndim", 1) == 0 else one for one in found]
         if given and all(isinstance(item, Integral) for item in given):
             given = [given]
         lengths = _for_each("max_tokens", max_tokens, len(given))
-        params = _for_each("sampling", sampling or SamplingParams(), len(given))
+        params = _for_each("sampling", SamplingParams() if sampling is None else sampling, len(given))
         # An error in the middle ends what was added before.
         with ExitStack() as added:
             streams = [self._streams(added, *asked) for asked in zip(given, lengths, params, strict=True)]
@@ -303,7 +311,7 @@ class Engine:
         return f"request-{next(self._numbers)}"
 
     def _request(self, name: str, prompt: Prompt, max_tokens: int, sampling: SamplingParams) -> Request:
-        if isinstance(prompt, bytes):
+        if isinstance(prompt, _Bytes):
             raise ValueError(f"request {name!r}: the prompt is bytes; decode it to text")
         given: Any = tuple(self.loaded.encode(prompt)) if isinstance(prompt, str) else prompt
         return Request(name, given, max_tokens, sampling=sampling)

@@ -188,13 +188,20 @@ class TokenStream:
 
     def _output(self, record: RequestRecord) -> Output:
         detokenizer = self._new_detokenizer()
-        text = detokenizer.push(*record.tokens) + (detokenizer.finish() if record.is_complete else "")
+        text, error = "", record.error
+        try:
+            text = detokenizer.push(*record.tokens)
+            if record.is_complete:
+                detokenizer.finish()
+                text = detokenizer.text
+        except Exception as problem:
+            error = f"its text could not be decoded: {type(problem).__name__}: {problem}"
         stop_reason: str | int | None = detokenizer.stopped_by
         if stop_reason is None and record.finish_reason == "stop":
             stop_reason = record.tokens[-1]
         prompt = self.request.prompt
         prompt_token_ids = prompt if isinstance(prompt, tuple) else ()
-        ending = (record.finish_reason, stop_reason, record.logprobs, record.error, record)
+        ending = (record.finish_reason, stop_reason, record.logprobs, error, record)
         return Output(self.id, prompt_token_ids, record.tokens, text, *ending)
 
 

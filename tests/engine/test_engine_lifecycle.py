@@ -49,6 +49,30 @@ def test_a_script_that_ends_without_a_stop_ends_as_python_does():
     assert last == ["KeyError: 'of the user'"]
 
 
+DAEMON = """
+import threading
+from cbresearch import models, serve
+from cbresearch.config import CacheConfig, SchedulerConfig
+from cbresearch.engine import ModelExecutor
+from cbresearch.policies import get
+from cbresearch.request import Request
+from cbresearch.scheduler import Scheduler
+limits, cache, began = SchedulerConfig(), CacheConfig(300), threading.Event()
+executor = ModelExecutor(models.load("tiny"), limits, cache)
+def loop():
+    while True:
+        requests = [Request(str(n), (5, 6, 7), 100) for n in range(8)]
+        serve.serve(requests, Scheduler(get("fcfs"), limits, cache), executor, on_step=lambda _: began.set())
+threading.Thread(target=loop, daemon=True).start()
+began.wait()
+"""
+
+
+def test_a_script_ends_while_a_daemon_thread_of_its_own_serves():
+    done = subprocess.run([sys.executable, "-c", DAEMON], capture_output=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 @pytest.fixture
 def engine(tiny):
     with Engine(tiny, scheduler=SchedulerConfig(2), cache=CacheConfig(300, 4)) as engine:

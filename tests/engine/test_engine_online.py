@@ -8,6 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from conftest import generate_alone
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 from cbresearch import policies
 from cbresearch.config import CacheConfig, QueueLimits, SchedulerConfig
@@ -371,6 +373,19 @@ def test_a_request_whose_text_cannot_be_decoded_fails_alone(build, tiny, alone):
     assert "its text could not be decoded: UnicodeError: poison" in sick.error
     assert sick.tokens == alone[2].continuation[:3]
     assert_whole(engine)
+
+
+@pytest.mark.parametrize("stop", [(), ("no such text",)])
+def test_a_decoder_that_panics_fails_one_answer(stop, build, tiny, alone):
+    tokenizer = Tokenizer(BPE({" ": 0}, []))
+    # It panics at a text that is shorter than what it strips.
+    tokenizer.decoder = decoders.Strip(" ", 1, 1)
+    poison = alone[2].continuation[3]
+    loaded = replace(tiny, decode=lambda ids: tokenizer.decode([0]) if poison in ids else tiny.decode(ids))
+    prompts = [alone[n].prompt for n in (2, 3)]
+    sick, sound = build(loaded=loaded).generate(prompts, 8, SamplingParams(stop=stop))
+    assert "its text could not be decoded: RuntimeError: PanicException" in sick.error
+    assert (sound.error, sound.token_ids) == (None, alone[3].continuation[:8])
 
 
 def test_a_reader_that_leaves_aborts_its_request(build, alone):

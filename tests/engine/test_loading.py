@@ -1,5 +1,6 @@
 """Loading: weights that are not there, files that are not what they seem, and prompts that would vanish."""
 
+import contextlib
 import json
 import shutil
 import time
@@ -211,6 +212,28 @@ def test_one_of_several_gguf_files_is_not_taken_by_its_name(tmp_path):
         models.load(str(tmp_path))
 
 
+INDEX = '{"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}'
+
+
+@pytest.mark.parametrize(
+    "name", ["model (1).safetensors", "adapter_model.safetensors", "model-00001-of-00009.safetensors"]
+)
+@pytest.mark.parametrize("index", ["", INDEX])
+def test_weights_of_another_name_are_told_with_what_there_must_be(folder, name, index):
+    (folder / "model.safetensors").rename(folder / name)
+    if index:
+        (folder / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match=r"there must be model.safetensors, or each shard") as caught:
+        models.load(str(folder))
+    assert f"The folder has {name}, " in str(caught.value)
+    assert "Check the name" not in str(caught.value)
+
+
+def test_of_one_file_of_a_model_the_folder_is_asked_for(folder):
+    with pytest.raises(ValueError, match=f"is one file of a model; give its folder, '{folder}'"):
+        models.load(str(folder / "model.safetensors"))
+
+
 def test_a_vocabulary_and_merges_are_a_tokenizer(tmp_path):
     torch.manual_seed(0)
     GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=32, n_layer=1, n_head=2)).save_pretrained(tmp_path)
@@ -262,19 +285,41 @@ def test_a_single_prompt_is_one_prompt():
     with build() as engine:
         wanted = engine.generate([[5, 6]], max_tokens=4)[0].token_ids
         assert [answer.token_ids for answer in engine.generate("hi there", max_tokens=4)] == [wanted]
-        for single in ([5, 6], (5, 6), np.array([5, 6])):
+        tensor = torch.tensor([5, 6])
+        for single in ([5, 6], (5, 6), np.array([5, 6]), tensor, [*tensor], tensor[None], [tensor]):
             assert [answer.token_ids for answer in engine.generate(single, max_tokens=4)] == [wanted]
         two = engine.generate((prompt for prompt in ("hi there", [5, 6])), max_tokens=4)
         assert [answer.token_ids for answer in two] == [wanted, wanted]
 
 
-@pytest.mark.parametrize("prompt", [b"hi", {"role": "user", "content": "hi"}, None, 7.5, ["hi", "there"]])
+@pytest.mark.parametrize("prompts", [None, 5, torch.tensor(5), np.array(5), {"hi", "there"}, {5, 6}])
+def test_what_is_no_prompts_in_an_order_is_refused_with_what_to_give(prompts):
+    with (
+        build() as engine,
+        pytest.raises(ValueError, match=r"the prompts are .*; give a text, token"),
+    ):
+        engine.generate(prompts)
+
+
+@pytest.mark.parametrize("sampling", [{}, [], 0, ""])
+def test_an_empty_value_is_no_sampling(sampling):
+    with build() as engine:
+        with pytest.raises(ValueError, match="sampling is"):
+            engine.add([5, 6], 2, sampling)
+        with contextlib.suppress(ValueError):
+            assert "sampling is" in engine.generate([[5, 6]], 2, sampling)[0].error
+
+
+BYTES = [b"hi", bytearray(b"hi"), memoryview(b"hi")]
+
+
+@pytest.mark.parametrize("prompt", [*BYTES, {"role": "user", "content": "hi"}, None, 7.5, ["hi", "there"]])
 def test_a_prompt_of_another_kind_is_refused_and_the_others_go_on(prompt):
     with build() as engine:
         odd, good = engine.generate([prompt, "hi"], max_tokens=2)
         assert odd.error is not None and "prompt" in odd.error
         assert good.error is None and len(good.token_ids) == 2
-        if isinstance(prompt, bytes | dict):
+        if prompt in BYTES or isinstance(prompt, dict):
             (odd,) = engine.generate(prompt, max_tokens=2)
             assert odd.error is not None
 

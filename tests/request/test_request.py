@@ -316,6 +316,7 @@ def test_expand_keeps_the_order_and_requests_for_one_answer():
         ({"max_tokens": -(10**5000)}, "max_tokens is an integer of 16610 bits; it must be"),
         ({"prompt": b"text"}, "the prompt is b'text'; give text, a list of token ids, or a length"),
         ({"prompt": bytearray(b"text")}, "the prompt is bytearray.*; give text"),
+        ({"prompt": memoryview(b"text")}, "the prompt is <memory.*; give text"),
         ({"prompt": {5, 6}}, "the prompt is {5, 6}; give"),
         ({"prompt": frozenset([5])}, "the prompt is frozenset.*; give"),
         ({"prompt": {5: 6}}, "the prompt is {5: 6}; give"),
