@@ -55,10 +55,11 @@ LAB = {
     # Over the floor plan's 2,000: each wrong command line has an answer of one line.
     "viz export __main__": 2030,
 }
-# The aim is 6,000.
-MOST_CORE = 7200
+# The aim is 6,000; checks of what a person, a file or a model may bring took it from 6,570 to here.
+MOST_CORE = 7230
 MOST_LAB = 6000
-MOST_ALL = 12_900
+# The floor plan allows 13,500 to later capabilities.
+MOST_ALL = 12_920
 MOST_JAVASCRIPT = 1200
 
 _NO_CODE = {
