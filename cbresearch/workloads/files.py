@@ -183,8 +183,8 @@ def read_trace(
     (`ignore_eos`). Of the CSV files, arrivals count from the earliest row, and two repairs are counted: rows
     out of order are sorted by arrival, and failed requests are left out.
 
-    No digit of a file's times is lost. Where the earliest arrival is 10^9 or more, they count from 1970, in seconds,
-    milliseconds, microseconds or nanoseconds, as the number of digits tells; arrivals then begin at 0.
+    No digit of a file's times is lost. Where the earliest arrival is 10^9 or more, times count from 1970, in
+    seconds, milliseconds, microseconds or nanoseconds, as their digits tell, and arrivals begin at 0.
 
     A whole Mooncake trace of long prompts takes gigabytes, 8 bytes a token. `tokens_per_id=1` turns each id
     into one token, so that a KV block of 1 token stands for 512: a prompt is then the tuple of its ids. That
@@ -308,8 +308,7 @@ def _content(name: str) -> bytes:
     first = content.partition(b"\n")[0].rstrip(b"\r")
     said = [said for start, said in _NO_TEXT.items() if content.lstrip().startswith(start)]
     said += ["text in UTF-16, or binary; save it as text in UTF-8"] * (b"\0" in content[:2])
-    if _BINARY.search(first, 0, 1024):
-        said.append("no text, but an image, an archive or the like; save what it holds as text in UTF-8")
+    said += ["no text, but binary, such as an image; save it as text"] * bool(_BINARY.search(first, 0, 1024))
     said += ["text with line ends of CR alone; save it with those of LF"] * (b"\r" in first)
     if said:
         raise ValueError(f"workload {name!r} is {said[0]}")
