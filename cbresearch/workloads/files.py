@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -30,9 +29,6 @@ _NO_TEXT = {
     b"PK\x03\x04": "a ZIP archive or a workbook; unpack it, or save it as CSV",
     b"(\xb5/\xfd": "packed by zstd; unpack it with unzstd",
 }
-
-# What a packed file begins with, and the module that unpacks it.
-_PACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
 
 # A text has no such byte near its start, and not so many of 0 in its first line.
 _BINARY = re.compile(rb"\A.{0,11}[\0-\x08\x0e-\x1a\x1c-\x1f]|\A[\x80-\xc1\xf5-\xff]|\0{4}", re.DOTALL)
@@ -296,11 +292,21 @@ def _content(name: str) -> bytes:
     except OSError as error:
         raise ValueError(f"workload {name!r} cannot be read: {error.strerror}; name a file") from error
     try:
-        # Packed twice, some files are named as if packed once.
-        for start, module in [*_PACKERS.items()] * 3:
-            if content.startswith(start):
-                # Imported where it is needed: some builds of Python lack one.
-                content = import_module(module).decompress(content)
+        # Some files are packed twice.
+        for _ in range(3):
+            # Imported where they are needed: some builds of Python lack one.
+            if content.startswith(b"\x1f\x8b"):
+                import gzip
+
+                content = gzip.decompress(content)
+            elif content.startswith(b"BZh"):
+                import bz2
+
+                content = bz2.decompress(content)
+            elif content.startswith(b"\xfd7zXZ\x00"):
+                import lzma
+
+                content = lzma.decompress(content)
     # What an unpacker raises is up to it; whatever it is, the remedy is the same.
     except Exception as error:
         remedy = "the file was cut or spoilt, fetch it again"
