@@ -101,11 +101,9 @@ def _exact(time: object) -> Decimal:
 
 def checked_rng(rng: object) -> Rng:
     """Return a random generator; raises ValueError unless it is one of numpy."""
-    if not isinstance(rng, Rng):
-        raise ValueError(
-            f"rng is {rng!r}; give a random generator as rng, such as numpy.random.default_rng(0)"
-        )
-    return rng
+    if isinstance(rng, Rng):
+        return rng
+    raise ValueError(f"rng is {rng!r}; give a random generator as rng, such as numpy.random.default_rng(0)")
 
 
 def split_rng(rng: Rng, number: int) -> list[Rng]:

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -30,9 +29,6 @@ _NO_TEXT = {
     b"PK\x03\x04": "a ZIP archive or a workbook; unpack it, or save it as CSV",
     b"(\xb5/\xfd": "packed by zstd; unpack it with unzstd",
 }
-
-# What a packed file begins with, and the module that unpacks it.
-_PACKERS = {b"\x1f\x8b": "gzip", b"BZh": "bz2", b"\xfd7zXZ\x00": "lzma"}
 
 # A text has no such byte near its start, and not so many of 0 in its first line.
 _BINARY = re.compile(rb"\A.{0,11}[\0-\x08\x0e-\x1a\x1c-\x1f]|\A[\x80-\xc1\xf5-\xff]|\0{4}", re.DOTALL)
@@ -183,9 +179,8 @@ def read_trace(
     (`ignore_eos`). Of the CSV files, arrivals count from the earliest row, and two repairs are counted: rows
     out of order are sorted by arrival, and failed requests are left out.
 
-    No digit of a file's times is lost. Where the earliest arrival is 10^9 or more, they count from 1970, in
-    seconds, milliseconds, microseconds or nanoseconds, as the number of digits tells; arrivals
-    then begin at 0.
+    No digit of a file's times is lost. Where the earliest arrival is 10^9 or more, times count from 1970, in
+    seconds, milliseconds, microseconds or nanoseconds, as their digits tell, and arrivals begin at 0.
 
     A whole Mooncake trace of long prompts takes gigabytes, 8 bytes a token. `tokens_per_id=1` turns each id
     into one token, so that a KV block of 1 token stands for 512: a prompt is then the tuple of its ids. That
@@ -297,11 +292,21 @@ def _content(name: str) -> bytes:
     except OSError as error:
         raise ValueError(f"workload {name!r} cannot be read: {error.strerror}; name a file") from error
     try:
-        # Packed twice, some files are named as if packed once.
-        for start, module in [*_PACKERS.items()] * 3:
-            if content.startswith(start):
-                # Imported where it is needed: some builds of Python lack one.
-                content = import_module(module).decompress(content)
+        # Some files are packed twice.
+        for _ in range(3):
+            # Imported where they are needed: some builds of Python lack one.
+            if content.startswith(b"\x1f\x8b"):
+                import gzip
+
+                content = gzip.decompress(content)
+            elif content.startswith(b"BZh"):
+                import bz2
+
+                content = bz2.decompress(content)
+            elif content.startswith(b"\xfd7zXZ\x00"):
+                import lzma
+
+                content = lzma.decompress(content)
     # What an unpacker raises is up to it; whatever it is, the remedy is the same.
     except Exception as error:
         remedy = "the file was cut or spoilt, fetch it again"
@@ -309,8 +314,7 @@ def _content(name: str) -> bytes:
     first = content.partition(b"\n")[0].rstrip(b"\r")
     said = [said for start, said in _NO_TEXT.items() if content.lstrip().startswith(start)]
     said += ["text in UTF-16, or binary; save it as text in UTF-8"] * (b"\0" in content[:2])
-    if _BINARY.search(first, 0, 1024):
-        said.append("no text, but an image, an archive or the like; save what it holds as text in UTF-8")
+    said += ["no text, but binary, such as an image; save it as text"] * bool(_BINARY.search(first, 0, 1024))
     said += ["text with line ends of CR alone; save it with those of LF"] * (b"\r" in first)
     if said:
         raise ValueError(f"workload {name!r} is {said[0]}")

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import chain, islice, pairwise
 from typing import Any
 
-from cbresearch.checks import count, text
+from cbresearch.checks import count
 from cbresearch.names import suggestion
 from cbresearch.request import Prompt, Rejected, Request, SamplingParams
 from cbresearch.workloads.common import numbered_lines, relative_seconds, require
@@ -90,7 +90,7 @@ def kind_of(name: str, content: bytes) -> str:
 
     Raises:
         ValueError: The first line is no header of a known trace, and no line begins an object, or the file's
-            name ends in .csv.
+            name ends in .csv; or the header names a column twice.
     """
     lines = numbered_lines(content)
     if not lines:
@@ -99,6 +99,10 @@ def kind_of(name: str, content: bytes) -> str:
     tables = {kind: layout[:3] for kind, layout in LAYOUTS.items() if not layout[-1]}
     for kind, names in tables.items():
         if {column for column in names if column} <= set(columns):
+            if twice := [key for key in (*names, "Session ID") if columns.count(str(key)) > 1]:
+                raise ValueError(
+                    f"workload {name!r}: the column {twice[0]!r} is given twice; leave one of them"
+                )
             return kind
     is_json = any(line.lstrip()[:1] in (b"{", b"[") for _, line in lines)
     if not is_json or name.lower().endswith(".csv"):
@@ -229,8 +233,6 @@ def workload_request(fields: Fields, position: str, kind: str = "workload") -> R
     for key in ("prompt", "max_tokens"):
         if key not in given:
             raise ValueError(f"{key} is missing; a line needs both, such as {EXAMPLES[kind]}")
-    if isinstance(given["prompt"], str):
-        text("prompt", given["prompt"])
     sampling = SamplingParams(**{key: given.pop(key) for key in _SAMPLING_KEYS if key in given})
     return Request(sampling=sampling, **given)
 
@@ -270,7 +272,10 @@ def openai_request(fields: Fields, position: str) -> Request:
     keys = {"messages": "prompt", "input": "prompt", "prompt": "prompt", "max_tokens": "max_tokens"}
     keys |= {"max_completion_tokens": "max_tokens", "max_output_tokens": "max_tokens"}
     keys |= {key: key for key in _SAMPLING_KEYS}
-    made = {keys[key]: value for key, value in body.items() if key in keys and value is not None}
+    made: Fields = {}
+    for key, value in body.items():
+        if key in keys and value is not None and made.setdefault(keys[key], value) != value:
+            raise ValueError(f"{keys[key]} is given twice, by {key} as {value!r}; give it once")
     messages = made.get("prompt")
     if isinstance(messages, list) and messages and isinstance(messages[0], dict):
         try:
@@ -288,7 +293,7 @@ def _recorded_request(kind: str, tokens_per_id: int, fields: Fields, position: s
     if math.isnan(arrival := fields["arrival"]):
         raise ValueError(f"{time} is {fields.get(str(time))!r}; write {unit}")
     for key in (prompt_name, output_name):
-        if isinstance(number := fields.get(key), _Number) and number.is_integer():
+        if isinstance(number := fields.get(key), _Number) and number < 1e15 and number.is_integer():
             fields[key] = int(number)
     length, output = (count(key, fields.get(key)) for key in (prompt_name, output_name))
     prompt: Prompt = length

@@ -92,11 +92,12 @@ def test_json_trace_takes_a_whole_number_of_tokens_however_it_is_written(tmp_pat
     content = lines(fields | {"input_length": "IN", "output_length": 44.0})
     requests = [
         request
-        for length in ("33.0", "3.3e1", "33.5")
+        for length in ("33.0", "3.3e1", "33.5", "1e300")
         for request in read(tmp_path, content.replace('"IN"', length).replace("[0, 1]", "[0]"))
     ]
     assert [(request.num_prompt_tokens, request.max_tokens) for request in requests[:2]] == [(33, 44)] * 2
     assert "input_length is 33.5; it must be an integer" in requests[2].error
+    assert "input_length is 1e+300; it must be an integer" in requests[3].error
 
 
 def test_qwen_id_stands_for_16_tokens_at_most(tmp_path):
@@ -170,7 +171,7 @@ def test_openai_batch_file_gives_texts_lengths_and_sampling_parameters(tmp_path)
         lines(
             line("r1", {"messages": said, "max_tokens": 300, "temperature": 0.5, "seed": 7, "stream": True}),
             line("r2", {"prompt": [5, 6], "max_tokens": None, "max_completion_tokens": 4, "stop": "a"}),
-            line("r3", {"input": "Hello", "max_output_tokens": 2, "top_p": None}),
+            line("r3", {"input": "Hello", "max_output_tokens": 2, "max_tokens": 2, "top_p": None}),
         ),
     )
     assert requests == [
@@ -193,6 +194,11 @@ def test_openai_batch_file_gives_texts_lengths_and_sampling_parameters(tmp_path)
         ({"messages": [{"content": [{"type": "image_url"}]}], "max_tokens": 3}, "only text is read"),
         ({"messages": [{"content": "a"}, "b"], "max_tokens": 3}, "only text is read"),
         ({"prompt": "a", "max_tokens": 0}, "max_tokens is 0"),
+        (
+            {"prompt": "a", "max_tokens": 3, "max_completion_tokens": 4},
+            "max_tokens is given twice, by max_completion_tokens as 4; give it once",
+        ),
+        ({"prompt": "a", "messages": [{"content": "b"}], "max_tokens": 3}, "prompt is given twice"),
         ({"prompt": "a", "max_tokens": 3, "temperature": -1}, "temperature is -1"),
         ("text", "body is 'text'; give an object"),
     ],
@@ -247,7 +253,7 @@ def test_json_file_is_read_in_every_layout_and_counts_its_lines(tmp_path, name):
         (f'{{"prompt": 4, "max_tokens": 3\n{LINE}\n{LINE}', "xRR", "line 1: "),
         (f"{{'prompt': 4}}\n{LINE}", "xR", "line 1: "),
         ("[1, 2]", "xx", "line 1: 1 is not an object"),
-        (f'[{LINE},\n{{"prompt": "\udcff", "max_tokens": 3}}]', "Rx", "line 2: prompt has"),
+        (f'[{LINE},\n{{"prompt": "\udcff", "max_tokens": 3}}]', "Rx", "line 2: request '1': the prompt has"),
         ("[" * 100_000 + LINE, "Rx", "line 1: the array has no end"),
         (LINE.replace("4", "4, \0"), "x", "line 1: "),
     ],
@@ -297,6 +303,14 @@ def test_csv_trace_may_be_parted_by_semicolons_or_tabs(tmp_path, delimiter, name
     assert [(r.prompt, r.max_tokens, r.arrival) for r in requests] == [(3, 4, 0.0), (3, 4, 0.5)]
 
 
+@pytest.mark.parametrize("header", [VIDUR, BURSTGPT.replace("Model", "Session ID")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_csv_trace_is_refused_if_a_column_that_is_read_is_there_twice(tmp_path, header, place):
+    column = header.split(",")[place]
+    with pytest.raises(ValueError, match=f"the column '{column}' is given twice; leave one of them"):
+        read(tmp_path, f"{header},{column}\n0,3,4,5", "trace.csv")
+
+
 def test_csv_trace_rejects_a_row_with_a_nul_byte(tmp_path):
     kinds = [type(row) for row in read(tmp_path, f"{VIDUR}\n0,3,4\n1,3\0,4\n2,3\0003,4\n3,5,6", "nul.csv")]
     assert kinds == [Request, Rejected, Rejected, Request]
@@ -341,7 +355,7 @@ NO_TEXTS = {
     "packed page": (gzip.compress(b"<html>"), "a web page"),
     "page packed twice": (gzip.compress(bz2.compress(b"<html>")), "a web page"),
     "packed five times": (reduce(lambda it, _: gzip.compress(it), range(5), b"{}"), "no text, but"),
-    "png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\n{}", "no text, but an image, an archive or the like; save"),
+    "png": (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\n{}", "no text, but binary, such as an image; save"),
     "jpeg": (b"\xff\xd8\xff\xe0\0\x10JFIF", "no text, but"),
     "gif": (b"GIF89a\x80\x02\xe0\x01\xf7\0\0", "no text, but"),
     "pickle": (pickle.dumps([{"prompt": 4, "max_tokens": 3}]), "no text, but"),
