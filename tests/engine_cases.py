@@ -322,7 +322,7 @@ def add_impossible(rng: np.random.Generator, requests: list[Request]) -> list[Re
             Request(f"x{place}", 9, 4, arrival),
             Request(f"x{place}", (5,) * CONTEXT, 1, arrival),
             Request(f"x{place}", (5, 3), 4, arrival, sampling=SamplingParams(n=2)),
-            replace(requests[int(rng.integers(len(requests)))], arrival=arrival),
+            requests[int(rng.integers(len(requests)))].moved(arrival),
             Rejected(f"x{place}", "turned away before", arrival),
         ]
         mixed.insert(int(rng.integers(len(mixed) + 1)), impossible[int(rng.integers(len(impossible)))])

@@ -97,7 +97,8 @@ def _problem(
         # A request that meets NaN fails by itself, where the model alone gives it too.
         same = (logits == expected) | (whole.isnan().any() & (logits.isnan() | expected.isnan()))
         worst = max(worst, float(difference.masked_fill(same, 0.0).nan_to_num(nan=torch.inf).max()))
-    if unused := [place for place, layer in enumerate(pool.kv) if bool(layer.isnan().all())]:
+    unused = [place for place, layer in enumerate(pool.kv) if bool(layer.isnan().all())]
+    if unused and not whole.isnan().any():
         return f"its layers {unused} do not attend through the paged cache, by transformers' interface for it"
     if worst <= most:
         return None

@@ -85,7 +85,7 @@ def test_transfer_rejects_a_block_outside_its_pool(transfer, error, problem):
 
 @pytest.mark.parametrize("name", ["num_blocks", "num_host_blocks"])
 def test_paged_cache_without_room_names_the_setting_to_lower(name):
-    sizes = {"num_blocks": 2, name: 10**15}
+    sizes = {"num_blocks": 2, "block_size": 10**6, name: 10**7}
     with pytest.raises(ValueError, match=f"bytes, which .* does not have; lower {name}"):
         PagedCache(shape(), CacheConfig(**sizes))
 

@@ -204,7 +204,7 @@ BAD_LINES = {
     "top_p 0": ('{"prompt": 4, "max_tokens": 3, "top_p": 0}', ["top_p is 0", "above 0"]),
     "NaN min_p": ('{"prompt": 4, "max_tokens": 3, "min_p": NaN}', ["min_p is nan", "from 0 to 1"]),
     "negative seed": ('{"prompt": 4, "max_tokens": 3, "seed": -1}', ["seed is -1", "at least 0"]),
-    "fractional n": ('{"prompt": 4, "max_tokens": 3, "n": 2.0}', ["n is 2.0", "an integer from 1"]),
+    "fractional n": ('{"prompt": 4, "max_tokens": 3, "n": 2.0}', ["n is 2.0", "an integer of at least 1"]),
     "too many answers": ('{"prompt": 4, "max_tokens": 3, "n": 99999999}', ["n is 99999999", "to 10000"]),
     "penalty of 400 digits": (
         f'{{"prompt": 4, "max_tokens": 3, "presence_penalty": {LONG}}}',

@@ -223,7 +223,7 @@ def test_rag_preset_shares_its_documents_through_the_prefix_cache():
         ("chat:size=0", "size is 0; it makes"),
         ("rag:size=nan", "option size is 'nan'; it must be a number"),
         ("batch:rate=2", "workload 'batch' has no option 'rate'"),
-        ("chat:n=-1", "the number of requests is -1; it must be an integer of at least 0"),
+        ("chat:n=-1", "the number of requests is -1; it must be an integer from 0"),
         ("chat:n=0", "workload 'chat:n=0' has no requests; ask for at least 1"),
         ("agents:n=0", "ask for at least 1"),
     ],
