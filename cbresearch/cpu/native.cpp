@@ -20,7 +20,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 // How long a thread looks for the next job before it sleeps: a step's jobs follow each other more closely.
-constexpr auto PATIENCE = std::chrono::microseconds(50);
+constexpr auto PATIENCE = std::chrono::microseconds(200);
 // A begun item takes a few microseconds. Where it takes this long, its thread has lost its core to another process.
 constexpr auto STALL = std::chrono::microseconds(500);
 // For how long the caller then does all by itself.
