@@ -93,7 +93,9 @@ def assert_whole(engine):
 
 def test_streamed_tokens_are_the_final_ones_and_those_of_generate_alone(build, alone):
     engine = build(max_num_seqs=4, max_num_batched_tokens=16, cache=CacheConfig(15, 4))
-    streams = [engine.add(answer.prompt, 12) for answer in alone[:12]]
+    # All are there before the first step, so that the pool is too small for those that run.
+    with engine._condition:
+        streams = [engine.add(answer.prompt, 12) for answer in alone[:12]]
     streamed = [[token.token_id for token in stream] for stream in streams]
     assert streamed == [list(answer.continuation[:12]) for answer in alone[:12]]
     for stream, tokens in zip(streams, streamed, strict=True):
