@@ -37,7 +37,8 @@ def noisy(sigma: float) -> Predictor:
     def predict(requests: Sequence[Request], rng: Rng) -> Sequence[int | None]:
         factors = np.exp(sigma * rng.standard_normal(len(requests))).tolist()
         pairs = zip(requests, factors, strict=True)
-        return [max(1, round(true_length(request) * factor)) for request, factor in pairs]
+        # No request is predicted longer than a float counts by one.
+        return [max(1, round(min(2.0**53, true_length(request) * factor))) for request, factor in pairs]
 
     return predict
 
